@@ -20,7 +20,7 @@ import torch
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine, kernel_steps
 from pagetile.engine.cuda_graphs import StepGraphs
-from pagetile.engine.warming import run_made_up
+from pagetile.engine.warming import run_dummy_requests
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import load_model
@@ -179,14 +179,14 @@ def test_blocks_are_found_by_known_tokens_only(engine: Engine) -> None:
 
 def test_nothing_is_preempted_while_a_step_is_in_flight() -> None:
     engine, seen = make_engine(num_blocks=10), []
-    give_way = engine.scheduler._give_way
+    preempt = engine.scheduler._preempt
 
     def watched(sequence: Any) -> None:
         seen.append(len(engine._in_flight))
         assert sequence.num_unread == 0
-        give_way(sequence)
+        preempt(sequence)
 
-    engine.scheduler._give_way = watched  # type: ignore[method-assign]
+    engine.scheduler._preempt = watched  # type: ignore[method-assign]
     prompts = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
     ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=20)) for prompt in prompts]
     finish(engine)
@@ -731,7 +731,7 @@ def test_a_storm_loses_no_block_and_leaves_no_request_unanswered(num_requests: i
 
 def test_warming_up_leaves_no_trace(engine: Engine) -> None:
     """What a GPU runs before the first request is run here by hand."""
-    run_made_up(engine, 300)
+    run_dummy_requests(engine, 300)
     engine.check()
     assert engine.pool.num_free == engine.pool.num_blocks
     assert not len(engine._index)

@@ -188,14 +188,20 @@ def test_a_sequence_that_would_free_no_block_is_no_victim() -> None:
     assert steps.scheduler.running == [first, shared, child], "samples of a prompt are neighbours"
     alone = steps.add(8)
     steps.scheduler.complete(step)
-    assert steps.scheduler._cost(shared) == steps.scheduler._cost(child) == float("inf")
+    assert (
+        steps.scheduler._preemption_cost(shared)
+        == steps.scheduler._preemption_cost(child)
+        == float("inf")
+    )
     for sequence in step.sampled:
         sequence.token_ids.append(7)
     steps.step()  # first, both forks and alone fill the pool to its last block but one
-    assert steps.scheduler._cost(first) < float("inf")
+    assert steps.scheduler._preemption_cost(first) < float("inf")
     held = [steps.pool.ref_count(block) for block in shared.table.blocks]
     assert held[:2] == [2, 2]
-    assert steps.scheduler._cost(shared) == BLOCK_SIZE, "its own block counts, shared ones do not"
+    assert steps.scheduler._preemption_cost(shared) == BLOCK_SIZE, (
+        "its own block counts, shared ones do not"
+    )
     assert alone.status is Status.WAITING
 
 

@@ -324,7 +324,7 @@ def test_drafts_do_not_count_as_prompt_tokens() -> None:
     finish(engine)
     chunks = engine.scheduler.chunks
     assert chunks._decode
-    assert not chunks._line.mean_y  # the prompts are too few to tell
+    assert not chunks._fit.mean_y  # the prompts are too few to tell
 
 
 def test_samples_of_a_prompt_are_drafted_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the template that comes with a checkpoint's tokenizer."""
+"""Renders conversations as prompts, by the chat template of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def render(
     chat_template: str | None = None,
     **options: Any,
 ) -> list[list[int]]:
-    """The token ids of each conversation, up to where the model's answer begins.
+    """Return the token ids of each conversation, up to where the model's answer begins.
 
     Args:
         tokenizer: The checkpoint's, from Transformers.
         messages: One conversation, or a list of them.
-        chat_template: In the place of the tokenizer's own.
+        chat_template: Replaces the tokenizer's own.
         **options: As for ``render_text``.
 
     Raises:
-        RequestError: There is no template, it refuses the messages, or they are none.
+        RequestError: There is no template, it refuses the messages, or they are not messages.
     """
     _check_template(tokenizer, chat_template)
     return [
@@ -49,12 +49,12 @@ def render_text(
     chat_template: str | None = None,
     **options: Any,
 ) -> str:
-    """One conversation as text; encoded without special tokens it gives ``render``'s ids.
+    """Return one conversation as text; encoded without special tokens it gives ``render``'s ids.
 
     Args:
         tokenizer: The checkpoint's, from Transformers.
         conversation: Its messages.
-        chat_template: In the place of the tokenizer's own.
+        chat_template: Replaces the tokenizer's own.
         **options: ``add_generation_prompt``: whether the text ends where an answer begins, True
             by default; ``continue_final_message``: whether it ends within the last message, which
             the model is to continue; ``tools``: what the model may call; ``template_options``:
@@ -69,11 +69,11 @@ def render_text(
 
 
 def as_template_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A message with its text in one piece, and the arguments of calls as objects.
+    """Return a message with its text joined, and the arguments of calls as objects.
 
     Args:
         message: In OpenAI's form.
-        name: What errors call it.
+        name: Its name in errors.
 
     Raises:
         RequestError: It has a part that is not text, or arguments that are not a JSON object.
@@ -129,7 +129,7 @@ def _check_template(tokenizer: Any, chat_template: str | None) -> None:
 
 
 def _listed(messages: Any) -> list[list[dict[str, Any]]]:
-    """Several conversations, or one: its elements are messages."""
+    """Return a list of conversations; one conversation is a list of messages."""
     listed = list(messages) if is_list(messages) else None
     if not listed:
         raise RequestError(
@@ -192,5 +192,5 @@ def _apply(
             },
         )
         return text
-    except Exception as error:  # a template is a program, and says no in its own ways
+    except Exception as error:  # a template may raise anything
         raise RequestError(f"{name}: the chat template refuses it: {error}") from error

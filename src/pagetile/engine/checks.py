@@ -1,4 +1,4 @@
-"""Checks of what users give: numbers, and the parameters of a request."""
+"""Checks of numbers and sampling parameters that users give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check(fits: bool, name: str, value: object, allowed: str) -> None:
-    """Refuse ``name=value`` where it does not fit."""
+    """Raise RequestError for ``name=value`` unless it ``fits``."""
     if not fits:
         raise RequestError(f"{name}={value!r}: expected {allowed}")
 
@@ -23,20 +23,20 @@ def check(fits: bool, name: str, value: object, allowed: str) -> None:
 def number(
     name: str, value: object, allowed: str, low: float, high: float, open_low: bool = False
 ) -> float:
-    """A finite number from ``low`` to ``high``.
+    """Return ``value`` as a finite number from ``low`` to ``high``.
 
     Args:
-        name: What it is called, for the message.
-        value: What was given.
+        name: Name of the argument, for the message.
+        value: The value given.
         allowed: What is expected, for the message.
-        low: The least; with ``open_low`` it is refused itself.
+        low: The least; with ``open_low`` it is excluded.
         high: The greatest.
         open_low: See ``low``.
 
     Raises:
-        RequestError: It is something else.
+        RequestError: It is no such number.
     """
-    # A bool is an int to Python; where a number belongs it is a slip.
+    # A bool is an int to Python, but a mistake where a number is expected.
     check(isinstance(value, numbers.Real) and not isinstance(value, bool), name, value, allowed)
     try:
         found = float(value)  # type: ignore[arg-type]
@@ -54,10 +54,10 @@ def integer(
     least: int | None = None,
     most: int | None = None,
 ) -> int:
-    """A whole number from ``least`` to ``most``, where these are given.
+    """Return ``value`` as an integer from ``least`` to ``most``, where these are given.
 
     Raises:
-        RequestError: It is something else.
+        RequestError: It is no such integer.
     """
     check(isinstance(value, numbers.Integral) and not isinstance(value, bool), name, value, allowed)
     found: int = int(value)  # type: ignore[call-overload]
@@ -67,7 +67,7 @@ def integer(
 
 
 def normalize(params: SamplingParams) -> dict[str, Any]:
-    """The fields that may have been given in another form than they are kept in.
+    """Validate the fields, and return those that are stored in another form than given.
 
     Raises:
         RequestError: A field is of the wrong type, out of range, or contradicts another.
@@ -104,9 +104,9 @@ def normalize(params: SamplingParams) -> dict[str, Any]:
 
 
 def explain_no_token(params: SamplingParams, best: float) -> tuple[str, type[GenerationError]]:
-    """The error of a row whose largest logit ``best`` is not finite, and the error's type.
+    """Return message and type of the error of a row whose largest logit ``best`` is not finite.
 
-    It is ``NoTokenLeftError`` where the request's own parameters are to blame.
+    The type is ``NoTokenLeftError`` if the request's own parameters caused it.
     """
     restricts = params.structured_outputs or params.allowed_token_ids or params.bad_words
     if best == -math.inf and restricts:

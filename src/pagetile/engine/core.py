@@ -1,7 +1,7 @@
-"""The engine: requests come and go while steps are computed.
+"""The engine: adds requests, runs steps and returns deltas.
 
-With ``async_scheduling`` a step is launched before the one before it is read, so that the device
-never waits for the host::
+With ``async_scheduling`` a step is launched before the tokens of the previous one are read, so
+that the device does not wait for the host::
 
     step()   launch N+1 ─► read N ─► text, ends, deltas of N
     device   ├── N ──┤├── N+1 ──┤
@@ -23,7 +23,7 @@ from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .ngram import NgramProposer, verify
-from .output_processor import advance, append_quiet, write_out
+from .output_processor import advance, append_plain, detokenize_rest
 from .outputs import CacheCounts, Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
@@ -34,7 +34,7 @@ from .sampling_rows import SamplingInput
 from .scheduler import Scheduler
 from .structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
-from .warming import run_made_up
+from .warming import run_dummy_requests
 
 
 class Engine:
@@ -48,15 +48,15 @@ class Engine:
         cache: Memory of the keys and values.
         tokenizer: Turns text into tokens and back; without one, prompts are token ids and
             outputs have no text.
-        max_num_seqs: The most sequences that run at the same time; this and what follows as in
-            ``LLM``.
-        num_speculative_tokens: The most tokens of a draft; 0: nothing is drafted.
+        max_num_seqs: The most sequences that run at the same time; this and the following
+            arguments are those of ``LLM``.
+        num_speculative_tokens: The most tokens of a draft; 0: no speculation.
 
     Attributes:
-        token_text: What single tokens are called.
-        decode_token: The text of a token id; ``None`` without a tokenizer.
-        on_step: Called in every step when its blocks are taken and nothing is computed yet, to
-            watch the pool.
+        token_text: Text and bytes of single tokens.
+        decode_token: Returns the text of a token id; ``None`` without a tokenizer.
+        on_step: Called in every step after its blocks were taken and before it is computed, to
+            observe the pool.
     """
 
     def __init__(
@@ -135,23 +135,23 @@ class Engine:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of the sequences that wait for a step: their first, or one after preemption."""
+        """Tokens of the sequences that wait for their first step, or for one after preemption."""
         waiting = (*self.scheduler.waiting, *self._to_score)
         return sum(len(sequence.token_ids) for sequence in waiting)
 
     @property
     def counts(self) -> CacheCounts:
-        """What happened in the cache since the start."""
+        """Counts of cache events since the start."""
         return self.scheduler.counts
 
     def encode(self, prompt: str | SequenceOf[int]) -> list[int]:
-        """The token ids of a prompt, as ``InputProcessor.encode`` proves them."""
+        """Return the token ids of a prompt: see ``InputProcessor.encode``."""
         return self._input.encode(prompt)
 
     def validate(self, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
-        """The token ids of a prompt that can be served: see ``InputProcessor.validate``.
+        """Return the token ids of a prompt that can be served: see ``InputProcessor.validate``.
 
-        A form in ``params.structured_outputs`` is compiled, which may take a second.
+        It compiles ``params.structured_outputs``, which may take a second.
         """
         token_ids = self._input.validate(prompt, params)
         if params.structured_outputs is not None:
@@ -159,10 +159,10 @@ class Engine:
         return token_ids
 
     def compile_structured_outputs(self, form: StructuredOutputsParams) -> None:
-        """Compile a form and keep it for the requests that use it; any thread may call this.
+        """Compile a constraint and keep it for the requests that use it; thread-safe.
 
         Raises:
-            RequestError: The form is wrong, or too complex.
+            RequestError: The constraint is wrong, or too complex.
         """
         self._structured_outputs.compile(form)
 
@@ -184,13 +184,13 @@ class Engine:
 
         Args:
             prompt: Text, or token ids.
-            params: How to continue it.
-            request_id: What to call it; ``None`` takes the next number.
+            params: Sampling parameters.
+            request_id: The request's id; ``None`` takes the next number.
             cache_salt: Cached prefixes are shared only between requests of the same salt.
-            stream: Whether deltas carry text as soon as it is certain, and prompts of others are
-                computed in chunks small enough not to hold it up.
-            priority: Of requests that wait, those of a lower number are admitted first.
-            make_grammar: Makes, for each of the ``n`` samples, what restricts its tokens.
+            stream: Whether deltas carry text as soon as it is certain. Chunks of other prompts are
+                then limited, so that they do not delay its tokens.
+            priority: Of waiting requests, those of a lower number are admitted first.
+            make_grammar: Makes the ``Grammar`` of each of the ``n`` samples.
             token_ids: What ``validate`` returned for ``prompt`` and ``params``, if it was called.
             generates: Whether to continue the prompt, or only to compute the log-probabilities of
                 its tokens.
@@ -234,21 +234,21 @@ class Engine:
         return request_id
 
     def abort(self, request_id: Hashable) -> None:
-        """End a request and give its blocks back; one that is unknown or done changes nothing."""
+        """End a request and free its blocks; no effect if it is unknown or finished."""
         request = self._requests.get(request_id)
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
                 if sequence in self._to_score:
                     self._to_score.remove(sequence)
                 self.scheduler.finish(sequence, "abort")
-                write_out(sequence)
+                detokenize_rest(sequence)
         self._drain_idle()
 
     def step(self) -> list[Delta]:
-        """Compute a step; returns what was added to each sequence by the oldest in flight.
+        """Launch a step, and return the deltas of the oldest step in flight.
 
-        What the model or the sampler raises leaves the requests as they were: tokens that were
-        not returned are computed again, and the next step may be tried at once. A sequence whose
+        An error of the model or the sampler leaves the requests as they were: tokens that were not
+        returned are computed again, and the next step may be tried at once. A sequence whose
         tokens cannot be turned into text fails alone.
         """
         try:
@@ -261,28 +261,28 @@ class Engine:
             deltas, self._deltas = self._deltas, []
             return deltas
         except BaseException:
-            # Forget the steps in flight: what they sampled is sampled again.
+            # Drop the steps in flight: their tokens are sampled again.
             self._runner.wait()
             self._in_flight.clear()
             self.scheduler.restart()
             raise
 
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
-        """Compile kernels and record graphs on a GPU, so that the first request is fast.
+        """Compile kernels and capture CUDA graphs, so that the first request is fast.
 
         Args:
-            show: Wraps the list of recordings, for a progress bar.
+            show: Wraps the list of captures, for a progress bar.
         """
         if self._runner.kernels is not None:
             self._runner.kernels.warm_up(show)
-            run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
+            run_dummy_requests(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request; it must be known."""
         return self._find(request_id).is_finished
 
     def take_output(self, request_id: Hashable) -> RequestOutput:
-        """What a request has so far; a finished one is forgotten by this, and unknown then."""
+        """Return a request's output so far; a finished request is removed."""
         request = self._find(request_id)
         if request.is_finished:
             del self._requests[request_id]
@@ -296,7 +296,7 @@ class Engine:
         self._index.clear()
 
     def check(self) -> None:
-        """Assert that no block is lost, held twice or remembered wrongly."""
+        """Assert that no block is lost, held twice or indexed wrongly."""
         self.scheduler.check()
         self._index.check()
 
@@ -310,9 +310,9 @@ class Engine:
     # --- one step --------------------------------------------------------------------------
 
     def _score_next(self) -> bool:
-        """Compute one prompt's log-probabilities, or return False if others hold the blocks.
+        """Compute one prompt's log-probabilities, or return False if blocks are lacking.
 
-        No sequence is admitted then: small prompts would take each block that comes free.
+        No sequence is admitted then: small prompts would take each block that becomes free.
         """
         sequence = self._to_score[0]
         request, reason = sequence.request, "error"
@@ -358,7 +358,7 @@ class Engine:
         return True
 
     def _complete(self) -> None:
-        """Read the oldest step in flight, and take its tokens into their sequences."""
+        """Read the oldest step in flight, and append its tokens to their sequences."""
         launched = self._in_flight[0]
         step = launched.step
         tokens = self._runner.read(launched)
@@ -371,7 +371,7 @@ class Engine:
         self.scheduler.complete(step)
         sampled, token_ids, others = step.sampled, tokens.token_ids, tokens.others
         if not step.drafts and not others:
-            kept = append_quiet(sampled, token_ids, self._deltas)
+            kept = append_plain(sampled, token_ids, self._deltas)
         for at in kept:
             sequence = sampled[at]
             if sequence.status is Status.FINISHED:
@@ -385,7 +385,7 @@ class Engine:
                 self.scheduler.finish(sequence, delta.finish_reason)
 
     def _record_time(self, launched: LaunchedStep) -> None:
-        """Tell the chunk sizer what a step took: since it was launched, or the last was read."""
+        """Tell the chunk sizer a step's time: since its launch, or since the last was read."""
         now, step = time.perf_counter(), launched.step
         num_decode = step.num_tokens.count(1) + len(step.drafts)
         num_draft = sum(map(len, step.drafts.values()))
@@ -395,7 +395,7 @@ class Engine:
         self._last_read = now
 
     def _drain_idle(self) -> None:
-        """Complete steps in flight that compute nothing but what has ended."""
+        """Complete steps in flight whose sequences have all ended."""
         while self._in_flight and not self.scheduler.has_work:
             self._complete()
 
@@ -423,7 +423,7 @@ class Engine:
         if request.make_grammar is not None:
             sequence.grammar = request.make_grammar()
             self._num_grammars += 1
-        elif self._num_speculative_tokens:  # a grammar would have to be told of drafted tokens
+        elif self._num_speculative_tokens:  # not with a grammar: it cannot be rolled back
             sequence.proposer = NgramProposer(sequence.token_ids, self._num_speculative_tokens)
         request.sequences.append(sequence)
         return sequence

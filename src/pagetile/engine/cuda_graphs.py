@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: a step is recorded once and replayed as one launch.
+"""Steps as CUDA graphs: a step is captured once and replayed as one launch.
 
-Between two steps only numbers change, and a graph reads them where they lay when it was recorded.
-It is recorded for a size: a number of sequences for decode steps, a number of tokens for steps
-that compute prompts. A step is filled up to the next size, decode steps by rows of number -1, which
-see no key, write none and get no token::
+A graph reads its inputs from static memory, which the host fills before each replay. It has a
+size: a number of sequences for decode steps, a number of tokens for steps that compute prompts. A
+step is padded to the next size, decode steps by rows of number -1, which see no key, write none and
+get no token::
 
     decode     rows 3, 0, 7:   [3 0 7]  ->  [3 0 7 -1]  ->  graph of 4  ->  tokens [0:3]
     prompts    21 tokens       ->  32 tokens            ->  graph of 32 ->  logits, tokens
@@ -28,7 +28,7 @@ Qwen3-0.6B, longer than an H200 takes to compute it."""
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of sequences that graphs are recorded for: few, and not much too large.
+    """Return the numbers of sequences to capture: few, with little padding between them.
 
     Example:
         >>> padded_sizes(40)
@@ -41,7 +41,7 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 
 
 def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The numbers of tokens that graphs of steps with prompts are recorded for.
+    """Return the numbers of tokens to capture steps with prompts for.
 
     Example:
         >>> prompt_sizes(200)
@@ -53,21 +53,21 @@ def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 class StepGraphs:
-    """Records steps, each size once, and replays them.
+    """Captures steps, each size once, and replays them.
 
-    A size that cannot be recorded is tried once; its steps are launched kernel by kernel.
+    A size that cannot be captured is tried once; its steps are launched kernel by kernel.
 
     Args:
-        step: Runs a step of a size on what lies in its static inputs. Further arguments choose
-            among its forms, of which each is recorded by itself.
-        clear: Makes the static inputs hold no sequence at all, before a size is recorded: what
-            they hold of the last step is not a step of this size.
-        sizes: What steps are filled up to, ascending.
-        pool: The memory of another's graphs, to be shared; ``None``: of its own.
+        step: Runs a step of a size on its static inputs. Further arguments select variants, each
+            of which is captured separately.
+        clear: Empties the static inputs before a capture, since they may still hold a step of
+            another size.
+        sizes: The sizes that steps are padded to, ascending.
+        pool: Memory pool of other graphs to share; ``None``: its own.
 
     Attributes:
-        reasons: Why a size, in a form, is not recorded: the step makes the host wait for the
-            device, as the routing of some models' experts does, or that of many tokens.
+        reasons: Why a size and variant is not captured: the host would wait for the device, as in
+            the routing of some mixtures of experts.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class StepGraphs:
 
     @property
     def recorded_sizes(self) -> list[int]:
-        """The sizes that have a graph by now."""
+        """The sizes that have a graph."""
         return sorted({size for size, *_ in self._recorded})
 
     def fit(self, size: int) -> int:
-        """The size of the graph that serves a step."""
+        """Return the size of the graph for a step."""
         return self.sizes[bisect_left(self.sizes, size)]
 
     def ensure(self, size: int, *form: bool) -> bool:
-        """Record a step unless it has been; False if it cannot be recorded.
+        """Capture a step unless it has been; return False if it cannot be captured.
 
-        To be called before the step's numbers are written to the static inputs.
+        Call it before the step's data is written to the static inputs.
         """
         key = size, *form
         if key not in self._recorded and key not in self.reasons:
@@ -102,11 +102,11 @@ class StepGraphs:
         return key in self._recorded
 
     def has(self, size: int, *form: bool) -> bool:
-        """Whether a step has been recorded."""
+        """Return whether a step has been captured."""
         return (size, *form) in self._recorded
 
     def replay(self, size: int, *form: bool) -> Any:
-        """Launch a recorded step; its result is valid until the next launch of any step."""
+        """Launch a captured step; its result is valid until the next launch of any step."""
         graph, result = self._recorded[(size, *form)]
         graph.replay()
         return result
@@ -133,7 +133,7 @@ class StepGraphs:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Another engine's graphs, freed within a recording, would end it."""
+    """Turn garbage collection off: freeing another engine's graphs would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

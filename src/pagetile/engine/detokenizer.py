@@ -1,7 +1,7 @@
 """Text of one output sequence while it grows, and the search for stop strings in it.
 
-Two things must wait before a consumer may see them: bytes of a character whose rest has not come,
-and text that may turn out to be the beginning of a stop string::
+Two things are held back: bytes of an incomplete character, and text that may turn out to be the
+beginning of a stop string::
 
     tokens ──▶ whole characters ──▶ held back ──▶ consumer
                                     the longest tail that may begin a stop string
@@ -29,9 +29,9 @@ _found: WeakKeyDictionary[Any, dict[bool, TokenBytes | None]] = WeakKeyDictionar
 
 
 class Detokenizer:
-    """Turns one sequence's tokens into text, piece by piece, and finds its end.
+    """Turns one sequence's tokens into text, piece by piece, and finds stop strings.
 
-    What ``append`` and ``flush`` returned, joined, is ``tokenizer.decode`` of all tokens without
+    The results of ``append`` and ``flush``, joined, are ``tokenizer.decode`` of all tokens without
     clean-up of spaces, cut at the stop string. (One exception: a byte-fallback tokenizer spells a
     run of bytes that are not all whole characters as one U+FFFD per byte; around a broken
     character, or a literal U+FFFD, their number may differ here and whole neighbours stay.)
@@ -87,7 +87,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text handed out so far."""
+        """All text returned so far."""
         return "".join(self._pieces)
 
     def append(self, token_ids: Iterable[int]) -> str:
@@ -113,7 +113,7 @@ class Detokenizer:
         return "".join(self._pieces[start:])
 
     def decode(self, token_ids: list[int]) -> None:
-        """Take in a whole output at once, which has no stop strings to look for."""
+        """Take in a whole output at once, without looking for stop strings."""
         if self._makes_text and token_ids:
             self.num_tokens += len(token_ids)
             self._pieces.append(self._decode(token_ids, self._params.skip_special_tokens))
@@ -129,7 +129,7 @@ class Detokenizer:
         return "".join(self._pieces[start:])
 
     def _release(self, fresh: str, *, is_last: bool) -> None:
-        """Hand out new text as far as no stop string can begin in it, or up to one that did."""
+        """Return new text up to where a stop string begins, or might begin."""
         num_old = len(self._held)
         self._held += fresh
         stops = self._stops
@@ -148,13 +148,13 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` are a beginning of ``stop``, but not all."""
+    """Return the length of the longest end of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def find_decode(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """From token ids, and whether special ones are left out, to their text, not cleaned up."""
+    """Return the function that decodes token ids, with or without special ones, not cleaned up."""
     backend = _find_backend(tokenizer)
     if backend is not None:
         decode: Callable[[list[int], bool], str] = backend.decode
@@ -164,7 +164,7 @@ def find_decode(tokenizer: Any) -> Callable[[list[int], bool], str]:
         text: str = tokenizer.decode(
             token_ids,
             skip_special_tokens=skip_special_tokens,
-            # Clean-up drops spaces that may have been handed out already.
+            # Clean-up would drop spaces that may have been returned already.
             clean_up_tokenization_spaces=False,
         )
         return text
@@ -173,9 +173,9 @@ def find_decode(tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def find_token_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
-    """The bytes of each token, if text is what the bytes of its tokens spell; else ``None``.
+    """Return the bytes of each token if a text is the bytes of its tokens, joined; else ``None``.
 
-    That is true of tokenizers with a byte-level decoder, and is tried on random tokens.
+    That is so for tokenizers with a byte-level decoder, and is checked on random tokens.
     """
     if _find_backend(tokenizer) is None:
         return None
@@ -186,7 +186,7 @@ def find_token_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | 
 
 
 def _find_backend(tokenizer: Any) -> Any:
-    """The ``tokenizers.Tokenizer`` that does all the decoding of one of Transformers'."""
+    """Return the ``tokenizers.Tokenizer`` that decodes for a Transformers tokenizer."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return None
     from transformers import PreTrainedTokenizerFast as Base
@@ -218,7 +218,7 @@ def _try_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
         letters = byte_of_letter()
         try:
             return bytes([letters[letter] for letter in token])
-        except KeyError:  # an added token is spelt as it stands
+        except KeyError:  # an added token stands for its own text
             return bytes(token.encode())
 
     rng, size = random.Random(0), backend.get_vocab_size()
@@ -232,7 +232,7 @@ def _try_bytes(tokenizer: Any, skip_special_tokens: bool) -> TokenBytes | None:
 
 @functools.cache
 def byte_of_letter() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable ones for themselves, others from 256 on."""
+    """Return GPT-2's map of letters to bytes: printable ones are themselves, others from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

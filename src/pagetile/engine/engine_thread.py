@@ -1,4 +1,4 @@
-"""The thread that runs an engine for coroutines: ``AsyncLLM``'s other half."""
+"""The thread that runs ``AsyncLLM``'s engine, and the delivery of deltas to event loops."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .outputs import Delta, RequestOutput
 from .request import Sequence as OneSequence
 from .request_stream import RequestStream
 
-# Parts of a message that say the device itself is gone, after which no step can succeed.
+# Parts of error messages of a lost device, after which no step can succeed.
 _DEVICE_LOST = ("CUDA error", "device-side assert", "HIP error", "NCCL error", "Xid")
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did, for metrics. Called on the engine's thread."""
+    """Counts and times of one step, for metrics; observers get it on the engine's thread."""
 
     seconds: float
     num_tokens: int
@@ -32,13 +32,13 @@ class StepReport:
     num_running: int
     num_waiting: int
     intervals: Mapping[float, int]
-    """Seconds since a request's token before, and how many requests waited so long."""
+    """Times between tokens in seconds, and the number of requests for each."""
 
 
 class EngineThread:
-    """Steps an engine on a thread of its own, which alone touches it.
+    """Steps an engine on its own thread, the only one that uses the engine.
 
-    What others want done there is a function in the inbox, called before the next step.
+    Other threads post functions to its inbox, which are called before the next step.
 
     Args:
         engine: Nothing else may use it from now on.
@@ -65,13 +65,13 @@ class EngineThread:
         self._thread.start()
 
     def post(self, function: Callable[[], None]) -> None:
-        """Have a function called between two steps."""
+        """Call a function between two steps."""
         self._inbox.put(function)
-        if self._has_ended:  # since the caller made sure that it had not
+        if self._has_ended:  # after the check of the caller
             self._answer_inbox()
 
     def close(self) -> None:
-        """Stop after the step that runs; requests that are left fail with EngineDeadError."""
+        """Stop after the current step; remaining requests fail with EngineDeadError."""
         self._is_closed = True
         self._inbox.put(lambda: None)
         self._thread.join()
@@ -132,11 +132,11 @@ class EngineThread:
                 observer(report)
 
     def _note_step(self) -> None:
-        """Remember what runs in the step that begins: its requests fail if it does."""
+        """Remember the requests of the step that begins: they fail if it does."""
         self._in_step = self._engine.scheduler.running.copy()
 
     def _publish(self, deltas: Sequence[Delta], now: float) -> None:
-        """Give one step's deltas to their streams: one wake-up of the event loop for all."""
+        """Deliver one step's deltas to their streams, with one wake-up of each event loop."""
         news: dict[Any, list[Delta]] = {}
         for delta in deltas:
             own = news.get(delta.request_id)
@@ -194,16 +194,16 @@ class EngineThread:
         request_id = stream.engine_id
         if request_id not in self._admitted:
             return
-        self._engine.abort(request_id)  # where it raises, the stream is still there to be told
+        self._engine.abort(request_id)  # first: if it raises, the stream must still get the error
         output = self._engine.take_output(request_id)
         del self._admitted[request_id]
         call_soon(stream.loop, stream.finish, output)
 
     def _fail_step(self, error: Exception) -> None:
-        """Fail the requests of a step that raised, and no other."""
+        """Fail only the requests of a step that raised."""
         if type(error).__name__ == "AcceleratorError" or any(w in str(error) for w in _DEVICE_LOST):
             raise error  # the device is lost: _serve ends
-        # Nothing runs and the step fails all the same: then whatever it was to begin is to blame.
+        # If nothing was running, the requests that the step would have started are to blame.
         failed = {sequence.request.request_id for sequence in self._in_step} or {*self._admitted}
         for request_id in failed:
             stream = self._admitted.pop(request_id, None)
@@ -224,19 +224,19 @@ class EngineThread:
             self.on_death(error)
 
     def _end_all(self) -> None:
-        """Answer what is left: each has a caller who waits."""
+        """Answer all remaining requests, for each of which a caller waits."""
         self._has_ended = True
         self._answer_inbox()
         while self._admitted:
             request_id, stream = self._admitted.popitem()
-            if self.death is None:  # the LLM may be used again: leave it nothing to compute
+            if self.death is None:  # the LLM may be used again, so it must have no requests left
                 with suppress(Exception):
                     self._engine.abort(request_id)
                     self._engine.take_output(request_id)
             self._report_end(stream)
 
     def _answer_inbox(self) -> None:
-        """Call what is in the inbox after the end: by the thread, or by who put it in too late."""
+        """Call what is left in the inbox after the end; a thread that posts later calls it, too."""
         while True:
             try:
                 command = self._inbox.get_nowait()
@@ -252,14 +252,14 @@ class EngineThread:
 
 
 News = tuple[RequestStream, list[Delta], RequestOutput | None, float]
-"""A stream, one step's deltas of it, everything so far where it is known, and when it came."""
+"""A stream, its deltas of one step, its finished output if there is one, and the time."""
 
 
 class Mailbox:
-    """What the engine's thread has for the streams of one event loop.
+    """Queue of deltas from the engine's thread to the streams of one event loop.
 
-    Steps that come while the loop is busy wait here, and are delivered together: a stream then
-    gets the deltas of all of them at once. A loop that keeps up is woken once a step.
+    Steps that finish while the loop is busy are delivered together, so a stream then gets the
+    deltas of all of them at once. A loop that keeps up is woken once a step.
 
     Args:
         loop: The event loop.
@@ -271,16 +271,16 @@ class Mailbox:
         self._is_due = False
 
     def post(self, step: list[News]) -> None:
-        """Have one step's news delivered; called on the engine's thread."""
+        """Queue one step's news for delivery; called on the engine's thread."""
         if self._loop.is_closed():
-            return  # it has no waiting caller
+            return  # no caller waits
         self._steps.append(step)
         if not self._is_due:
             self._is_due = True
             call_soon(self._loop, self._deliver)
 
     def _deliver(self) -> None:
-        self._is_due = False  # first: what is posted from now on may miss this delivery
+        self._is_due = False  # first, because news posted from now on may miss this delivery
         steps = self._steps
         news = steps.popleft() if steps else []
         if steps:
@@ -293,13 +293,13 @@ class Mailbox:
         for stream, deltas, output, now in news:
             try:
                 stream.put(deltas, output, now)
-            except Exception as error:  # its connection's: the others' news must arrive
+            except Exception as error:  # of one connection; the others must still get theirs
                 stream.fail(error)
                 stream.close()
 
 
 def _add(earlier: News, later: News) -> News:
-    """Both steps' news of one stream. Its first token, if it is among them, came with the first."""
+    """Join two steps' news of one stream; the earlier time is kept, for the first token."""
     stream, deltas, output, now = earlier
     return stream, deltas + later[1], later[2] or output, now
 
@@ -307,7 +307,7 @@ def _add(earlier: News, later: News) -> News:
 def call_soon(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
 ) -> None:
-    """Have an event loop call a function; one that is closed does not."""
+    """Call a function on an event loop, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:

@@ -17,7 +17,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InputProcessor:
-    """Turns prompts into tokens, and refuses what an engine could never serve."""
+    """Tokenizes prompts, and refuses requests that the engine could never serve."""
 
     tokenizer: Any
     vocab_size: int
@@ -29,9 +29,8 @@ class InputProcessor:
         """Check that a request can be served, and return the prompt's token ids.
 
         Raises:
-            RequestError: It never can: see ``encode``; or the prompt leaves no room for a token,
-                or ``n`` sequences cannot run together, or a stop token or a biased one is not in
-                the vocabulary.
+            RequestError: ``encode`` raises; the prompt leaves no room for a token; ``n`` sequences
+                cannot run together; or a stop token or a biased one is not in the vocabulary.
         """
         check_params(params)
         token_ids = self.encode(prompt)
@@ -53,7 +52,7 @@ class InputProcessor:
         return token_ids
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The token ids of a prompt, each of them proven to be in the vocabulary.
+        """Return the token ids of a prompt, checked against the vocabulary.
 
         Raises:
             RequestError: The prompt is empty, has an id that the model does not know, or is text
@@ -65,7 +64,7 @@ class InputProcessor:
                     "the prompt is text but the model has no tokenizer: give a list of token ids, "
                     "or load it with LLM(tokenizer=...)"
                 )
-            # A tokenizer may put a token of its own before no text at all.
+            # A tokenizer may return a special token for an empty text.
             token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
         else:
             token_ids = _integers(prompt)
@@ -80,7 +79,7 @@ class InputProcessor:
         return token_ids
 
     def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of ``bad_words``: each word alone, and after a space."""
+        """Return the token sequences of ``bad_words``: each word alone, and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word, " " + word.lstrip()):
@@ -107,13 +106,13 @@ class InputProcessor:
 
 
 def check_params(params: Any) -> None:
-    """Raise RequestError for what are not ``SamplingParams``."""
+    """Raise RequestError unless ``params`` are ``SamplingParams``."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params is {params!r}, expected SamplingParams(…)")
 
 
 def list_prompts(prompts: Any) -> list[Prompt]:
-    """Several prompts, or one: it is text, or its elements are token ids, of NumPy's or torch's."""
+    """Return prompts as a list; one prompt is text, or token ids of Python, NumPy or torch."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not is_list(prompts):
@@ -183,18 +182,18 @@ def _integers(prompt: Any) -> list[int]:
 
 
 def _is_index(value: object) -> bool:
-    """Whether it is one whole number, of Python, NumPy or torch."""
+    """Return whether a value is one whole number, of Python, NumPy or torch."""
     if isinstance(value, bool):
         return False
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return False
-    # A tensor of one element is a list, and one of torch.bool a slip as well.
+    # A tensor of one element counts as a list; one of torch.bool is a mistake.
     return getattr(value, "ndim", 0) == 0 and not str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def is_list(value: object) -> bool:
-    """Whether it has elements in an order: a sequence, an iterator, an array, and no text."""
+    """Return whether a value is a sequence, an iterator or an array, but not text."""
     is_iterable = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
     return is_iterable and not isinstance(value, (str, bytes, Mapping, Set))

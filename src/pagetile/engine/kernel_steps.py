@@ -1,14 +1,14 @@
-"""Steps on a GPU: kernels lay them out and sample, and graphs launch them.
+"""Steps on a GPU: kernels lay them out and sample, and CUDA graphs launch them.
 
-A decode step is told which rows take part and each one's last block, if any has changed; all else
-is on the device already, and the whole step is one graph replay::
+For a decode step the host sends the rows that take part and each one's last block, if any has
+changed; all else is on the device already, and the whole step is one graph replay::
 
     host     rows and last blocks ──┐ one pinned copy                  ┌─► tokens, a step later
     device                          ▼                                  │ pinned copy, event
              begin: last token · position · slot · table  ─► model ─► draw ─► rows
 
 A step with prompts brings its new tokens and blocks in one copy, and is a graph replay as well
-(``triton_prompts.py``). Sampling is within the graph, unless torch code has a part in it.
+(``triton_prompts.py``). Sampling is part of the graph, unless some of it needs torch code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .scheduler import SchedulerOutput
 from .step_memory import DecodeForm, StepMemory
 
 _NUM_MEMORIES = 4
-"""Used in turn: at most two steps are in flight."""
+"""Number of host buffers, used alternately: at most two steps are in flight."""
 
 
 class KernelSteps:
@@ -43,10 +43,10 @@ class KernelSteps:
         max_model_len: The most tokens of a row.
 
     Attributes:
-        graphs: The recorded decode steps; ``None`` before ``make_graphs``.
-        prompt_graphs: The recorded steps that compute prompts, with their draws; likewise.
-        prompt_buffers: The memory that these read.
-        min_saved_tokens: Of a decode step, the keys that sharing prefixes must save to gain time.
+        graphs: CUDA graphs of decode steps; ``None`` before ``make_graphs``.
+        prompt_graphs: CUDA graphs of steps that compute prompts, sampling included; likewise.
+        prompt_buffers: The static inputs of these.
+        min_saved_tokens: Fewest keys that sharing prefixes must save in a step to be faster.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class KernelSteps:
         self.model, self.sampler, self.max_model_len = model, sampler, max_model_len
         self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
         self._tables, self._block_size = tables, cache.block_size
-        with torch.inference_mode(False):  # a replay and its copies are not worth entering it
+        with torch.inference_mode(False):  # so that replays need not enter inference mode
             self._begin = DecodeBuffers(tables, sampler, cache.block_size)
             inbox, num_rows = self._begin.inbox, len(tables)
             self._memories = deque(StepMemory(inbox, num_rows) for _ in range(_NUM_MEMORIES))
@@ -72,7 +72,7 @@ class KernelSteps:
         self.prompt_buffers: Any = None
 
     def make_graphs(self, max_num_batched_tokens: int) -> None:
-        """Replay steps from now on, which are recorded when ``warm_up`` or a step asks for them."""
+        """Use CUDA graphs from now on, captured by ``warm_up`` or when a step needs one."""
         from .triton_prompts import PromptBuffers
 
         self.graphs = StepGraphs(self._step, self._clear_inbox, padded_sizes(len(self._tables)))
@@ -86,10 +86,10 @@ class KernelSteps:
         )
 
     def warm_up(self, show: Callable[[Any], Any]) -> None:
-        """Record the steps of every size, and compile the kernels for grammars.
+        """Capture graphs of every size, and compile the kernels for grammars.
 
         Args:
-            show: Wraps the list of recordings, for a progress bar.
+            show: Wraps the list of captures, for a progress bar.
         """
         self.sampler.compiles_masks = True
         if self.graphs is None or self.prompt_graphs is None:
@@ -108,7 +108,7 @@ class KernelSteps:
                 self.sampler.compile_masks(self.prompt_graphs.replay(size)[0])
 
     def start(self, step: SchedulerOutput) -> None:
-        """Take the memory of another step in flight; to be called before any is launched."""
+        """Switch to the other step's buffers; call it before anything of a step is launched."""
         self._memories.rotate()
         if not step.is_decode:
             self._form = None
@@ -120,7 +120,7 @@ class KernelSteps:
     # --- decode ----------------------------------------------------------------------------
 
     def decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults]:
-        """Launch a step of rows that lack nothing but their new blocks."""
+        """Launch a step whose rows are up to date except for new blocks."""
         memory, form = self._memories[0], self._form
         if form is None or not form.fits(step, has_masks=bool(masks)):
             form = self._find_form(step, has_masks=bool(masks))
@@ -140,12 +140,12 @@ class KernelSteps:
 
     @torch.inference_mode()
     def _find_form(self, step: SchedulerOutput, *, has_masks: bool) -> DecodeForm:
-        """How to launch a step of other sequences than the last; a graph is recorded if missing."""
+        """Return how to launch a step whose sequences have changed; a missing graph is captured."""
         rows, groups = [sequence.row for sequence in step.sequences], step.prefix_groups
         size = n = len(rows)
         samples = self._graphs_sample(rows, has_masks)
         if self.graphs is not None:
-            # A step that shares is recorded for few sizes: reading less gains more than they lose.
+            # Graphs with shared prefixes have few sizes: sharing gains more than padding costs.
             size = self.graphs.fit(n if groups is None else self._round_up(n))
             if not self.graphs.ensure(size, samples, groups is not None):
                 size = n
@@ -159,7 +159,7 @@ class KernelSteps:
 
     @torch.inference_mode()
     def _sample(self, logits: Tensor, form: DecodeForm, masks: Any) -> StepResults:
-        """Sample by what a recorded step leaves to others: masks, and what is torch code."""
+        """Sample outside of the graph: with masks, and what torch code computes."""
         n = len(form.rows)
         where = self._begin.rows(form.size)[:n].long()
         return send_back(self.sampler.sample(logits[:n], where, form.rows, masks))
@@ -168,7 +168,7 @@ class KernelSteps:
     def _step(
         self, size: int, samples: bool, shares: bool, max_seq_len: int | None = None
     ) -> Tensor:
-        """A decode step of the rows in the inbox: packed tokens, or logits."""
+        """Compute a decode step of the rows in the inbox; return packed tokens, or logits."""
         batch = self._begin(size, max_seq_len or self.max_model_len, shares=shares)
         logits = self.model.forward(batch)
         if not samples:
@@ -184,20 +184,20 @@ class KernelSteps:
         return min(1 << (size - 1).bit_length(), self.graphs.sizes[-1])
 
     def _shared_sizes(self) -> list[int]:
-        """The sizes of steps that can save enough by sharing."""
+        """Return the sizes of steps in which sharing can save enough."""
         assert self.graphs is not None
         least = 2 + (self.min_saved_tokens - 1) // self.max_model_len
         sizes = self.graphs.sizes
         return [size for size in sizes if size == self._round_up(size) and size >= least]
 
     def _graphs_sample(self, rows: list[int], masks: Any) -> bool:
-        """Whether a recorded step draws for these rows: nothing asks for torch code beside it."""
+        """Return whether the graph samples these rows: none needs masks or torch code."""
         return not masks and not self.sampler.needs_torch(rows)
 
     # --- prompts ---------------------------------------------------------------------------
 
     def find_size(self, arrays: dict[str, Any]) -> int | None:
-        """The size of the graph that computes a step with prompts; ``None``: none does.
+        """Return the size of the graph for a step with prompts; ``None`` if there is none.
 
         Args:
             arrays: The step, as ``Runner`` gathers it.
@@ -215,14 +215,14 @@ class KernelSteps:
         masks: Any,
         assumed: list[list[int]] | None,
     ) -> StepResults | None:
-        """Launch a step with prompts, and sample from its logits what it does not draw.
+        """Launch a step with prompts, and sample from its logits if the graph does not.
 
         Args:
-            size: What ``find_size`` returned.
+            size: The result of ``find_size``.
             arrays: The step.
-            rows: That are sampled.
+            rows: The rows to sample.
             masks: As for ``Sampler.sample``.
-            assumed: Likewise its ``drafts``.
+            assumed: The ``drafts`` of ``Sampler.sample``.
         """
         assert self.prompt_graphs is not None
         draws = assumed is None and self._graphs_sample(rows, masks)
@@ -237,13 +237,13 @@ class KernelSteps:
         return send_back(self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed))
 
     def _record_prompts(self, size: int) -> tuple[Tensor, Tensor]:
-        """A step with prompts of what is in the inbox: logits, and packed tokens."""
+        """Compute the step with prompts in the inbox; return logits and packed tokens."""
         logits = self.model.forward(self.prompt_buffers(size))
-        rows = self.prompt_buffers.drawn_rows(size)  # of a few prompts most are of no sequence
+        rows = self.prompt_buffers.drawn_rows(size)  # with a few prompts most are padding
         return logits, self._begin.draw(logits, rows, leaves_out=True)
 
 
 def _bytes_per_key(cache: KVCache) -> int:
-    """Bytes of a token's keys and values in one layer; of several kinds of layers, their mean."""
+    """Return the bytes of a token's keys and values in one layer, averaged over layers."""
     each = [layer.bytes_per_token(cache.dtype) for layer in cache.layers]
     return max(1, sum(each) // len(each))

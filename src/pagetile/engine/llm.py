@@ -113,7 +113,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> None:
         # Reentrant, so that a nested call gets an error and does not deadlock.
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self.engine, self._default_params = load_engine(
             model,
             tokenizer=tokenizer,
@@ -157,7 +157,7 @@ class LLM:
             RequestError: A prompt can never be served; the message says which. Or other requests
                 are running: a stream is open. Nothing has been started then.
         """
-        with self._turn:
+        with self._lock:
             requests = self._validate(prompts, sampling_params)
             request_ids = [self.engine.add_request(**request) for request in requests]
             try:
@@ -205,7 +205,7 @@ class LLM:
             RequestError: There is no template, it refuses the messages, or it knows no tools; or
                 as ``generate``.
         """
-        with self._turn:
+        with self._lock:
             prompts = render(
                 self.engine.tokenizer,
                 messages,
@@ -230,7 +230,7 @@ class LLM:
         Raises:
             RequestError: As ``generate``.
         """
-        with self._turn:
+        with self._lock:
             return self._stream(self._validate(prompts, sampling_params))
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -254,11 +254,11 @@ class LLM:
         Raises:
             RequestError: Requests are running: a stream is open.
         """
-        with self._turn:
+        with self._lock:
             self.engine.reset_prefix_cache()
 
     def _stream(self, requests: list[dict[str, Any]]) -> Iterator[Delta]:
-        with self._turn:
+        with self._lock:
             self._check_idle()
             positions = {
                 self.engine.add_request(**request, stream=True): position
@@ -271,14 +271,14 @@ class LLM:
                     delta.request_id = positions[delta.request_id]
                     yield delta
         finally:
-            with self._turn:
+            with self._lock:
                 for request_id in positions:
                     self.engine.abort(request_id)
                     self.engine.take_output(request_id)
 
     def _step(self, request_ids: Collection[Hashable]) -> list[Delta]:
         """The next deltas of these requests; none when they are done."""
-        with self._turn:
+        with self._lock:
             while not all(map(self.engine.is_finished, request_ids)):
                 deltas = [d for d in self.engine.step() if d.request_id in request_ids]
                 if deltas:

@@ -1,4 +1,4 @@
-"""From ``LLM``'s options to an engine: each is proven before anything large is loaded."""
+"""Makes an engine of ``LLM``'s options, which are validated before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_engine(
     seed: int,
     use_tqdm: bool,
 ) -> tuple[Engine, SamplingParams]:
-    """An engine, and the parameters of requests that are given none: see ``LLM``."""
+    """Return an engine, and the parameters of requests that are given none: see ``LLM``."""
     _require_transformers()
     from ..models import load_model
     from ..models.loading import read_config
@@ -144,7 +144,7 @@ def _require_transformers() -> None:
 
 
 def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
-    """The tokenizer given by the caller, or the one of the checkpoint ``model``."""
+    """Return the tokenizer given by the caller, or that of the checkpoint ``model``."""
     from transformers import PreTrainedTokenizerBase
 
     from ..models import load_tokenizer
@@ -183,10 +183,10 @@ def _named_device(device: torch.device | str) -> torch.device:
 
 
 def _cache_dtype(name: torch.dtype | str) -> torch.dtype | None:
-    """The element type that a user names; ``None`` for ``"auto"``, that of the weights.
+    """Return the element type that a user names; ``None`` for ``"auto"``, that of the weights.
 
     Raises:
-        RequestError: Caches have no such elements.
+        RequestError: A cache cannot have this type.
     """
     if isinstance(name, str) and name == "auto":
         return None
@@ -209,7 +209,7 @@ def _make_cache(
     max_num_seqs: int,
     max_model_len: int | None,
 ) -> KVCache:
-    """A model's cache; see ``LLM`` for the arguments.
+    """Return a model's cache; see ``LLM`` for the arguments.
 
     Raises:
         OutOfBlocksError: It would not fit into memory, or not hold ``max_model_len`` tokens.

@@ -1,15 +1,15 @@
 """Prompt-lookup speculation: drafts come from the sequence's own tokens, by n-gram look-up.
 
-What followed the last few tokens when they came before is drafted to follow them again. The next
-step computes the draft with the last token and samples after each; drafted tokens are accepted as
-long as they are what is sampled (``Scheduler.verify``)::
+The draft is what followed an earlier occurrence of the last few tokens. The next step computes the
+draft with the last token and samples after each; drafted tokens are accepted as long as they equal
+the sampled ones (``verify``)::
 
     tokens    … def add ( a , b ) …  … def add ( a          the last 4 tokens came before
     draft                                        , b ) …
     sampled                                      , c        "," is accepted, and "c" comes with it
 
-Drafts become shorter where few of their tokens are accepted, and longer again where all are: every
-drafted token costs the step time, and text that does not repeat would pay for seven of them.
+Drafts become shorter where few of their tokens are accepted, and longer again where all are,
+because every drafted token costs time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from .scheduler import SchedulerOutput
 
 MAX_N = 4
-"""Longest n-gram that is compared; of places with as long a match the latest is taken."""
+"""Longest n-gram that is compared; of equally long matches the latest is taken."""
 MAX_PLACES = 16
-"""Most places that one look-up compares."""
+"""Most earlier occurrences that one look-up compares."""
 
 
 class NgramProposer:
-    """Drafts the continuation of one sequence from the latest place of its longest suffix n-gram.
+    """Drafts the continuation of one sequence from an earlier occurrence of its suffix.
 
-    Places of the same two tokens are chained, the latest first, so a look-up compares a few places
-    whatever the length of the sequence.
+    Occurrences of the same two tokens are a linked list, the latest first, so a look-up compares a
+    few of them whatever the length of the sequence.
 
     Args:
         token_ids: The sequence's tokens: the live list, which only grows.
-        num_tokens: The most tokens of a draft, and those of the first.
+        num_tokens: The most tokens of a draft; the first draft has as many.
 
     Example:
         >>> NgramProposer([7, 1, 2, 3, 4, 9, 2, 3], num_tokens=3).propose(3)
@@ -45,28 +45,27 @@ class NgramProposer:
     def __init__(self, token_ids: list[int], num_tokens: int) -> None:
         self._token_ids, self._num_tokens = token_ids, num_tokens
         self._latest: dict[tuple[int, int], int] = {}
-        """Two tokens to the position after their latest place."""
+        """Maps two tokens to the position after their latest occurrence."""
         self._earlier = [0, 0]
-        """For a position, that after the place before of the same two tokens; 0 is none."""
+        """Maps a position to that of the previous occurrence of the same two tokens; 0: none."""
         self._length = num_tokens
         """Tokens of the next draft."""
         self._start, self._draft = 0, list[int]()
-        """The last draft, and how many tokens there were before it."""
+        """How many tokens there were before the last draft, and that draft."""
 
     def propose(self, most: int) -> list[int]:
         """Draft at most ``most`` tokens; none if the last two tokens never came before."""
         self._adapt_length()
         self._start = len(self._token_ids)
-        # At length 0 one token is looked up all the same: if it comes, there are drafts again.
+        # At length 0 one token is still looked up; if it is sampled, drafts start again.
         self._draft = self._look_up(min(most, max(1, self._length)))
         return self._draft[: self._length]
 
     def _adapt_length(self) -> None:
-        """Let the length follow what became of the last draft, as the tokens since then tell.
+        """Adapt the draft length to how many tokens of the last draft were sampled.
 
-        All accepted: about twice as many next. Some rejected: half-way to the number accepted,
-        rounded down. A draft that was not computed, since the pool had no blocks for it, may tell
-        nothing.
+        All: about twice as many next. Otherwise: half-way to the number accepted, rounded down. A
+        draft that was not computed, for lack of blocks, may change nothing.
         """
         draft, sampled = self._draft, self._token_ids[self._start :][: len(self._draft)]
         num_accepted = 0
@@ -78,7 +77,7 @@ class NgramProposer:
             self._length = min(self._num_tokens, self._length + num_accepted + 1)
 
     def _look_up(self, most: int) -> list[int]:
-        """The ``most`` tokens after the latest place of the longest suffix that came before."""
+        """Return ``most`` tokens after the latest occurrence of the longest repeated suffix."""
         tokens = self._token_ids
         if most < 1 or len(tokens) < 3:
             return []
@@ -95,11 +94,11 @@ class NgramProposer:
         if not best:
             return []
         draft = tokens[best : best + most]
-        # Near the end it goes on with what it drafted: a loop stays a loop.
+        # Near the end of the tokens the draft repeats itself, so a loop continues.
         return (draft * -(-most // len(draft)))[:most]
 
     def _index_new(self) -> None:
-        """Chain the places of all tokens but the last: no match is the suffix itself."""
+        """Index new positions, except the last: the suffix must not match itself."""
         tokens, latest, earlier = self._token_ids, self._latest, self._earlier
         for position in range(len(earlier), len(tokens)):
             pair = tokens[position - 2], tokens[position - 1]
@@ -107,7 +106,7 @@ class NgramProposer:
             latest[pair] = position
 
     def _match(self, place: int) -> int:
-        """How many of the last tokens stand before ``place`` too: 2 to ``MAX_N``."""
+        """Return how many of the last tokens are also before ``place``: 2 to ``MAX_N``."""
         tokens, most, n = self._token_ids, min(MAX_N, place), 2
         while n < most and tokens[place - 1 - n] == tokens[-1 - n]:
             n += 1
@@ -115,7 +114,7 @@ class NgramProposer:
 
 
 def verify(step: SchedulerOutput, token_ids: list[int], counts: CacheCounts) -> list[int]:
-    """Take drafted tokens back that were not sampled, when a step is read.
+    """Roll back drafted tokens that were not sampled, when a step is read.
 
     ::
 
@@ -123,12 +122,12 @@ def verify(step: SchedulerOutput, token_ids: list[int], counts: CacheCounts) -> 
         after verify  [… 7 1 2] 9    num_computed - 1       blocks past the end are given back
 
     Args:
-        step: The step. Of its drafts what was accepted is left.
+        step: The step; its drafts are cut to the accepted tokens.
         token_ids: The tokens of ``step.sampled``.
-        counts: Where the tokens are counted.
+        counts: Counters to update.
 
     Returns:
-        The positions in ``step.sampled`` whose tokens count.
+        The positions in ``step.sampled`` whose tokens are kept.
     """
     kept = [
         at
@@ -150,7 +149,7 @@ def verify(step: SchedulerOutput, token_ids: list[int], counts: CacheCounts) -> 
 
 
 def find_assumed(step: SchedulerOutput) -> list[list[int]]:
-    """For each of ``step.sampled``, the drafted tokens before the one that it gets."""
+    """Return, for each of ``step.sampled``, the drafted tokens that it assumes."""
     found, num_seen = [], dict.fromkeys(step.drafts, 0)
     for at in step.logits_rows:
         draft = step.drafts.get(at, [])[: num_seen.get(at, 0)]

@@ -1,7 +1,4 @@
-"""What a sampled token does to its sequence: its text, and whether it was the last one.
-
-Blocks are the scheduler's.
-"""
+"""Appends sampled tokens to their sequences: text, stop conditions, deltas."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from .request import Sequence
 from .sampler import SampledToken
 
 
-def append_quiet(
+def append_plain(
     sequences: SequenceOf[Sequence], token_ids: SequenceOf[int], deltas: list[Delta]
 ) -> list[int]:
-    """Append the tokens that do nothing else, in most steps all of them.
+    """Append tokens that need no text, no grammar and end nothing: in most steps all of them.
 
     Returns:
-        The positions of the others, for ``advance``.
+        The positions of the other tokens, for ``advance``.
     """
     others = []
     numbered = zip(range(len(sequences)), sequences, token_ids, strict=True)
     for at, sequence, token_id in numbered:
         if (
-            sequence.is_quiet
+            sequence.only_appends
             and token_id not in sequence.end_token_ids
             and sequence.num_tokens < sequence.max_len
         ):
@@ -39,17 +36,17 @@ def append_quiet(
 
 
 def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> Delta:
-    """Take a sampled token in; a delta with a ``finish_reason`` is the sequence's last.
+    """Append a sampled token; a delta with a ``finish_reason`` is the sequence's last.
 
     Args:
-        sequence: Whose token it is.
+        sequence: The sequence.
         token_id: The token.
         token: Its log-probabilities or error, if it has any.
     """
     logprobs = prompt_logprobs = None
     if token is not None:
         if token.error is not None:
-            write_out(sequence)
+            detokenize_rest(sequence)
             sequence.error_type = token.error_type
             return _fail(sequence, token.error)
         logprobs = token.logprobs
@@ -57,7 +54,7 @@ def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> De
             sequence.logprobs.append(logprobs)
     sequence.token_ids.append(token_id)
     request, reason, text = sequence.request, _find_end(sequence, token_id), ""
-    sequence.is_quiet = not request.makes_text_early and sequence.grammar is None
+    sequence.only_appends = not request.makes_text_early and sequence.grammar is None
     if request.first_token_time is None:
         request.first_token_time = time.perf_counter()
         prompt_logprobs = request.prompt_logprob_dicts
@@ -73,7 +70,7 @@ def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> De
             sequence.grammar.accept(token_id)
         except Exception as error:
             return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
-    return Delta(  # by position: keywords take twice as long
+    return Delta(  # positional, since keywords take twice as long
         request.request_id,
         sequence.index,
         text,
@@ -86,14 +83,14 @@ def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> De
     )
 
 
-def write_out(sequence: Sequence) -> None:
-    """Make what text there is of a sequence that ends here without a last token."""
+def detokenize_rest(sequence: Sequence) -> None:
+    """Detokenize what is left of a sequence that ends without a last token."""
     with suppress(Exception):
         _make_text(sequence, [], is_last=True)
 
 
 def _find_end(sequence: Sequence, token_id: int) -> str | None:
-    """Why a sequence ends with its newest token, unless its text does not go on."""
+    """Return why a sequence ends with its newest token, stop strings aside, or ``None``."""
     if token_id in sequence.end_token_ids:
         if token_id in (sequence.request.params.stop_token_ids or ()):
             sequence.stop_reason = token_id
@@ -102,9 +99,9 @@ def _find_end(sequence: Sequence, token_id: int) -> str | None:
 
 
 def _make_text(sequence: Sequence, new: list[int], *, is_last: bool) -> str:
-    """What a stream's new tokens make certain; at the end, all that was held back.
+    """Return the text that new tokens make certain; at the end, all that was held back.
 
-    A sequence that makes no text early has all of it made here, when it ends.
+    A sequence that needs no text earlier is detokenized here as a whole, when it ends.
     """
     detokenizer, ends = sequence.detokenizer, sequence.end_token_ids
     if not sequence.request.makes_text_early:

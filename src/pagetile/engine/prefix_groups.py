@@ -1,4 +1,4 @@
-"""Which sequences of a decode step share their first blocks, so that those are read once.
+"""Groups sequences of a decode step that share their first blocks, so that these are read once.
 
 Samples of one prompt share its blocks, and requests with one system prompt share those of the
 system prompt. Their block tables begin with the same blocks::
@@ -8,8 +8,8 @@ system prompt. Their block tables begin with the same blocks::
               c [7 2 8 1]
               d [6]
 
-Sequences of a group are neighbours in the step. Those that share nothing, or too little, are the
-last group, without a prefix.
+Sequences of a group are adjacent in the step. Those that share too little form the last group,
+which has no prefix.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .scheduler import SchedulerOutput
 
 MAX_GROUPS = 8
-"""Groups of a step, those without a prefix being one: what a recorded step has room for."""
+"""Groups of a step, the one without a prefix included: the capacity of a captured graph."""
 
 _MAX_DIVISIONS = 16
-"""Of a group into groups that share more: it bounds the work, whatever the requests are."""
+"""How deep groups are divided into groups that share more, to bound the work."""
 
 
 class PrefixGroups(NamedTuple):
@@ -50,11 +50,11 @@ class _Group(NamedTuple):
 
 
 class PrefixGrouper:
-    """Finds the groups of decode steps, anew where the sequences of a step are others.
+    """Finds the groups of decode steps, again whenever a step's sequences change.
 
     Args:
         block_size: Tokens of a block.
-        min_saved_tokens: The keys that sharing must save a step, or it costs more than it gains.
+        min_saved_tokens: Fewest keys that sharing must save in a step to be faster.
     """
 
     def __init__(self, block_size: int, min_saved_tokens: int) -> None:
@@ -65,14 +65,14 @@ class PrefixGrouper:
         self._groups: PrefixGroups | None = None
 
     def arrange(self, step: SchedulerOutput, *, any_shared: bool) -> None:
-        """Make sequences that share their first blocks neighbours, in a decode step.
+        """Reorder a decode step so that sequences with the same first blocks are adjacent.
 
         Args:
-            step: The step; of another kind it stays as it is.
+            step: The step; other kinds of steps are not changed.
             any_shared: Whether any block is held more than once.
         """
         if not any_shared or not step.is_decode or not step.sequences:
-            self._sequences = []  # they run otherwise now: look at the tables again afterwards
+            self._sequences = []  # tables may change before the next decode step
             return
         found = self.find(step.sequences, step.ends)
         if found is not None:
@@ -84,12 +84,12 @@ class PrefixGrouper:
     def find(
         self, sequences: list[Sequence], ends: SequenceOf[int]
     ) -> tuple[list[int], PrefixGroups] | None:
-        """The order that makes neighbours of each group, and the groups in it.
+        """Return an order in which groups are adjacent, and the groups in it.
 
         ``None``: sharing would save too little.
 
         Args:
-            sequences: Of a decode step.
+            sequences: Those of a decode step.
             ends: Tokens of each, the new one included.
         """
         if sequences != self._sequences:
@@ -138,7 +138,7 @@ def _divide(
     depth: int,
     num_divisions: int = 0,
 ) -> list[_Group]:
-    """The best groups of sequences that have ``depth`` blocks in common."""
+    """Return the groups that save the most, of sequences that have ``depth`` common blocks."""
     if num_divisions > _MAX_DIVISIONS:
         return []
     by_block: dict[int, list[int]] = {}
@@ -159,8 +159,8 @@ def _divide(
 def _count_common(
     tables: SequenceOf[list[int]], limits: SequenceOf[int], members: list[int]
 ) -> int:
-    """How many first blocks all of them have in common."""
-    # What the least and the greatest list have in common, all between them have.
+    """Return the number of first blocks that all members have in common."""
+    # A common prefix of the least and the greatest list is common to all between them.
     least, greatest = (pick(tables[at] for at in members) for pick in (min, max))
     most = min(limits[at] for at in members)
     return next((i for i in range(most) if least[i] != greatest[i]), most)

@@ -8,7 +8,7 @@
 
 Sequence 0 computes the prompt; the others fork from it in the step that samples its first token.
 
-With a step in flight the host knows less than the device: ``num_computed`` counts tokens that the
+With a step in flight the device is ahead of the host: ``num_computed`` counts tokens that the
 launched steps compute, and ``num_unread`` the tokens that they sample and the host has not read::
 
     prompt and known output            unread
@@ -36,12 +36,12 @@ from .sampling_params import SamplingParams
 from .structured_outputs import Grammar
 
 _EPOCH = time.time() - time.perf_counter()
-"""What makes seconds of ``time.perf_counter`` those since 1970; set once, so that they are never
-turned back."""
+"""Added to ``time.perf_counter``, gives seconds since 1970; set once, so that times never go
+back."""
 
 
 class Status(enum.Enum):
-    """Where a sequence is."""
+    """State of a sequence."""
 
     WAITING = enum.auto()
     """It holds no blocks: it is new, or it was preempted."""
@@ -53,12 +53,12 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One output being generated. Everything else about it follows from these."""
+    """One output being generated."""
 
     request: Request
     index: int
     token_ids: list[int]
-    """The prompt and the output as far as it is known."""
+    """The prompt, then the known output tokens."""
     table: BlockTable
     block_hashes: BlockHashes
     detokenizer: Detokenizer
@@ -68,7 +68,7 @@ class Sequence:
     """Tokens that end it."""
     grammar: Grammar | None = None
     proposer: NgramProposer | None = None
-    """What drafts its next tokens, if anything does."""
+    """Drafts its next tokens; ``None`` without speculation."""
     status: Status = Status.WAITING
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once the launched steps are done."""
@@ -78,13 +78,13 @@ class Sequence:
     """The last launched step that computes it, or samples its token."""
     is_decoding: bool = False
     """Whether its row on the device has its last token and all its blocks but the last."""
-    is_quiet: bool = False
-    """Whether a token that is not its last is appended and does nothing else: it runs, it has its
-    first token, and no text and no grammar is kept up to date with its tokens."""
+    only_appends: bool = False
+    """Whether a token that is not its last only has to be appended: it runs, it has its first
+    token, and neither text nor a grammar follows its tokens."""
     num_indexed: int = 0
     """Full blocks that were given to the prefix index."""
     num_lost: int = 0
-    """Tokens that were computed when it was preempted, until it runs again."""
+    """Tokens that were computed when it was preempted; 0 once it runs again."""
     row: int = -1
     """Its row on the device while it runs."""
     finish_reason: str | None = None
@@ -92,7 +92,7 @@ class Sequence:
     error: str | None = None
     error_type: type[GenerationError] = GenerationError
     logprobs: TokenLogprobsList | None = None
-    """Of its output, if its request asks for them."""
+    """Log-probabilities of its output, if requested."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no launched step computes: after them the next one is sampled."""
+        """Tokens that no launched step computes; the next token is sampled after the last one."""
         return self.num_tokens - self.num_computed
 
     @property
@@ -125,7 +125,7 @@ class Sequence:
         return self.status is Status.FINISHED
 
     def output(self) -> CompletionOutput:
-        """What a user gets of this sequence now."""
+        """Return the sequence as users see it now."""
         logprobs, total = None, None
         if self.logprobs is not None:
             logprobs = LogprobDicts(self.logprobs.copy(), self.request.decode_token)
@@ -163,9 +163,9 @@ class Request:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache at the first admission; ``None`` before that."""
     makes_text_early: bool = False
-    """Whether tokens become text as they come: for a stream, or to find a stop string."""
+    """Whether to detokenize after every token: for a stream, or to find a stop string."""
     decode_token: Callable[[int], str] | None = None
-    """The text of a token id in log-probabilities; ``None`` without a tokenizer."""
+    """Returns the text of a token id, for log-probabilities; ``None`` without a tokenizer."""
     generates: bool = True
     """Whether the prompt is continued, or only scored."""
     prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None
@@ -191,7 +191,7 @@ class Request:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """When things happened to it."""
+        """Return the times of its events."""
         times = self.first_scheduled_time, self.first_token_time, self.finished_time
         return RequestMetrics(
             self.arrival_time + _EPOCH, *(None if t is None else t + _EPOCH for t in times)
@@ -204,7 +204,7 @@ class Request:
         return None if scores is None else LogprobDicts(scores, self.decode_token)
 
     def output(self) -> RequestOutput:
-        """What a user gets now."""
+        """Return the request as users see it now."""
         return RequestOutput(
             self.request_id,
             self.prompt,

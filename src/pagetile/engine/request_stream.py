@@ -1,4 +1,4 @@
-"""The event loop's side of one request: deltas as they come, and the result."""
+"""One request as its event loop sees it: a stream of deltas, then the result."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from .sampling_params import SamplingParams
 
 
 class RequestStream:
-    """What a request that was submitted to an ``AsyncLLM`` has produced and still will.
+    """The results, present and future, of a request submitted to an ``AsyncLLM``.
 
-    Used by one event loop, the one that submitted it. The engine's thread reaches it through that
-    loop only, except for ``engine_id`` and ``stepped``, which it alone writes.
+    Only the event loop that submitted it uses it. The engine's thread reaches it through that loop,
+    except for ``engine_id`` and ``stepped``, which only that thread writes.
 
     Attributes:
-        request_id: Its name.
+        request_id: The request's id.
         prompt: Its text; ``None`` for token ids.
         prompt_token_ids: The tokens of the prompt.
-        params: How it is continued.
+        params: Sampling parameters.
         is_streamed: Whether ``take`` returns deltas before the end.
         output: The finished output; ``None`` before.
         error: Why it failed; ``None`` if it did not.
-        logprobs: For each sample, its tokens' log-probabilities so far, if params ask for them.
-        prompt_logprobs: Those of the prompt, from the first delta on, if params ask for them.
+        logprobs: For each sample, its tokens' log-probabilities so far, if requested.
+        prompt_logprobs: Those of the prompt, from the first delta on, if requested.
         arrived: When it was queued, in seconds of ``time.perf_counter``.
         first_token: When its first token was sampled; ``None`` before.
-        stepped: When its latest token was, as the engine's thread knows.
+        stepped: When its latest token was sampled; for the engine's thread.
         on_first_token: Called once, when ``first_token`` is known.
         on_end: Called once, when there is an output or an error.
-        on_deltas: Takes deltas in the place of ``take``, on the loop, while a ``take`` waits and
-            nothing has come that it has not returned. False: it could not, ``take`` returns them.
-            It saves a change of tasks a step.
+        on_deltas: Called on the loop with new deltas while a ``take`` waits that has returned all
+            earlier ones; it saves a switch of tasks. If it returns False, ``take`` returns them.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> list[Delta]:
-        """All deltas that have come since the last call, waiting for one; empty after the last.
+        """Wait for deltas, and return all since the last call; empty after the last one.
 
         Raises:
             GenerationError: It failed while it was computed.
@@ -90,8 +89,8 @@ class RequestStream:
         """The finished output.
 
         Raises:
-            GenerationError: It, or one of its samples, failed while it was computed:
-                ``NoTokenLeftError`` where its own parameters are to blame.
+            GenerationError: It, or one of its samples, failed while it was computed;
+                ``NoTokenLeftError`` if its own parameters are the cause.
             EngineDeadError: The engine has stopped.
         """
         while self.output is None and self.error is None:
@@ -105,7 +104,7 @@ class RequestStream:
         return self.output
 
     def close(self) -> None:
-        """Abort it if it still runs. What is left of its output cannot be read any more."""
+        """Abort the request if it still runs; the rest of its output cannot be read any more."""
         if not self.is_closed:
             self.is_closed, self.on_deltas = True, None
             self._on_close(self)
@@ -113,7 +112,7 @@ class RequestStream:
     # --- called on the loop, for the engine's thread ----------------------------------------
 
     def put(self, deltas: list[Delta], output: RequestOutput | None, now: float) -> None:
-        """Take in one step's deltas and, where it is known, everything so far."""
+        """Add one step's deltas, and the finished output if there is one."""
         if self.first_token is None and any(delta.token_id is not None for delta in deltas):
             self.first_token = now
             if self.on_first_token is not None:
@@ -136,7 +135,7 @@ class RequestStream:
             self._wake()
 
     def finish(self, output: RequestOutput) -> None:
-        """Note the finished output."""
+        """Set the finished output."""
         if self.output is None:
             self.output = replace(output, request_id=self.request_id, prompt=self.prompt)
             if output.prompt_logprobs is not None:  # a prompt that is only scored has no delta
@@ -148,7 +147,7 @@ class RequestStream:
             self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Note that there will be no output."""
+        """Set the error: there will be no output."""
         if self.error is None and self.output is None:
             self.error = error
             self._end()
@@ -161,7 +160,7 @@ class RequestStream:
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether a call of ``take`` has returned all that came before, and waits for more."""
+        """Return whether a ``take`` waits that has returned all earlier deltas."""
         return self._waiter is not None and not self._waiter.done()
 
     async def _wait(self) -> None:

@@ -1,14 +1,14 @@
 """Launches steps: from the scheduler's choice to sampled tokens, with the state on the device.
 
 A running sequence has a row on the device: its last token, its length, its block table and its
-sampling parameters. A decode step is told which rows take part and each one's last block; any other
-step brings its new tokens, and the blocks that are new::
+sampling parameters. For a decode step the host sends the rows that take part and each one's last
+block; for any other step, new tokens and new blocks::
 
     host     rows, last blocks │ new tokens, new blocks            ┌─► tokens, a step later
     device                     ▼                                   │
              last token · position · slot · table  ─► model ─► sampler ─► rows
 
-Here this is torch code. On a GPU kernels and graphs do the same (``kernel_steps.py``).
+This file does it in torch code, on a GPU ``kernel_steps.py`` with kernels and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .scheduler import SchedulerOutput
 
 @dataclass(frozen=True, eq=False)
 class LaunchedStep:
-    """A step that the device computes, or has computed."""
+    """A step that was launched; the device may have computed it already."""
 
     step: SchedulerOutput
     rows: list[int]
@@ -54,14 +54,14 @@ class Runner:
     Args:
         model: The model; its attention layers are bound to ``cache`` here.
         cache: Keys and values.
-        max_num_seqs: Rows.
+        max_num_seqs: Number of rows.
         max_num_batched_tokens: The most tokens of a step.
         max_model_len: The most tokens of a row.
-        sampling_input: What a sequence asks of the sampler, when its row is loaded.
+        sampling_input: Returns a sequence's sampling input, when its row is loaded.
         enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
 
     Attributes:
-        kernels: What launches steps on a GPU; ``None`` on a CPU.
+        kernels: Launches steps on a GPU; ``None`` on a CPU.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Runner:
         return LaunchedStep(step, rows, results, kernels.record(), started)
 
     def wait(self) -> None:
-        """Return when all is computed that was launched, of steps that failed half-way, too.
+        """Wait for all launched work, that of steps that failed half-way included.
 
-        Their copies may still read host memory that is used in turn.
+        Its copies may still read host memory that later steps reuse.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -137,7 +137,7 @@ class Runner:
 
     @torch.inference_mode()
     def accept(self, launched: LaunchedStep, tokens: SampledTokens, kept: list[int]) -> None:
-        """Tell the sampler which tokens of a step with drafts count."""
+        """Tell the sampler which tokens of a step with drafts were accepted."""
         self.sampler.accept(
             [launched.rows[at] for at in kept], [tokens.token_ids[at] for at in kept]
         )
@@ -146,7 +146,7 @@ class Runner:
 
     @torch.inference_mode()
     def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults]:
-        """Launch a step of rows that lack nothing but their new blocks."""
+        """Launch a step whose rows are up to date except for new blocks."""
         rows = [sequence.row for sequence in step.sequences]
         where, last = torch.tensor([rows, [s.table.blocks[-1] for s in step.sequences]])
         size, longest = self.cache.block_size, max(step.ends)
@@ -172,7 +172,7 @@ class Runner:
     # --- any other step --------------------------------------------------------------------
 
     def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
-        """Launch a step whose tokens the host knows, but for those that are still unread."""
+        """Launch a step with prompts or new rows; the device fills in tokens that are unread."""
         self._load_rows(step)
         rows = [sequence.row for sequence in step.sampled]
         assumed = find_assumed(step) if step.drafts else None
@@ -190,12 +190,12 @@ class Runner:
                     found = self.sampler.sample(logits, where, rows, masks, assumed)
                     results = send_back(found)
         for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
-            # What is accepted of drafts the host finds out: rows have to be told.
+            # The host decides which drafts are accepted, so rows must be loaded again.
             sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
         return rows, results
 
     def _load_rows(self, step: SchedulerOutput) -> None:
-        """Load the sampling parameters of sequences that have got a row."""
+        """Load the sampling parameters of sequences that have a new row."""
         owners = self._owners
         # Samples that fork in this step are sampled without being in its sequences.
         both = (*step.sequences, *step.sampled)
@@ -208,7 +208,7 @@ class Runner:
             self._num_sent[sequence.row] = 0
 
     def _send(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
-        """A step's numbers on the device, by one copy."""
+        """Copy a step's arrays to the device in one copy."""
         if self.device.type != "cuda":
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
         listed = list(arrays.values())
@@ -218,7 +218,7 @@ class Runner:
     def _gather(
         self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
     ) -> dict[str, Any]:
-        """A step as numbers: what of it is new to the device, and where it goes."""
+        """Return a step as arrays: the data that the device lacks, and where it goes."""
         new, unread = self._gather_new(step)
         starts = np.zeros(len(step.sequences) + 1, np.int32)
         np.cumsum(np.array(step.num_tokens, np.int32), out=starts[1:])
@@ -239,7 +239,7 @@ class Runner:
         }
 
     def _gather_new(self, step: SchedulerOutput) -> tuple[dict[str, Any], list[int]]:
-        """Tokens and blocks that are new, and the sequences whose last token the device has."""
+        """Return new tokens and blocks, and the sequences whose last token only the device has."""
         token_ids: list[int] = []
         unread: list[int] = []
         new_blocks: list[int] = []
@@ -254,8 +254,8 @@ class Runner:
                 known, first = [], len(blocks) - (sequence in grown)
             else:
                 known = sequence.token_ids[end - chunk : end] + step.drafts.get(at, [])
-                # The last block known may have been replaced by a copy of its own, and those past
-                # the tokens that were there by others, when a draft was not accepted.
+                # The last block sent may have been replaced by copy-on-write, and blocks of
+                # rejected draft tokens by others.
                 first = min(max(0, self._num_sent[row] - 1), (end - chunk) // size)
                 self._num_sent[row] = len(blocks)
             token_ids += known
@@ -274,7 +274,7 @@ class Runner:
 
     @staticmethod
     def _expand(step: dict[str, Any]) -> dict[str, Any]:
-        """What ``_place`` needs besides: numbers of each token and of each new block."""
+        """Return further arrays for ``_place``: one entry per token and per new block."""
         rows, starts, columns = step["rows"], step["starts"], step["first_columns"]
         first_blocks, num_blocks = step["first_blocks"], len(step["block_ids"])
         query_lens, counts = np.diff(starts), np.diff(first_blocks, append=num_blocks)
@@ -289,7 +289,7 @@ class Runner:
         }
 
     def _place(self, t: dict[str, Tensor], max_query_len: int, max_seq_len: int) -> ForwardBatch:
-        """Bring the rows up to date, and lay the step out: a few launches, whatever the size."""
+        """Update the rows and lay out the batch, in a few launches whatever the size."""
         size, sampler = self.cache.block_size, self.sampler
         self._tables[t["block_rows"], t["block_columns"]] = t["block_ids"]
         sampler.lengths[t["rows"]] = t["seq_lens"]

@@ -1,12 +1,11 @@
-"""From logits to tokens: penalties, cuts, one draw, and log-probabilities, on the device.
+"""Samples tokens from logits on the device: penalties, cuts, one draw, log-probabilities.
 
 The draw is Gumbel-max: the token with the largest ``logit / temperature - log(E)``, where E is
-exponential noise. No softmax over the vocabulary is needed, and tokens come out by their
-probabilities.
+exponential noise, has the distribution of the softmax, which is not computed.
 
-Parameters of a running sequence lie on the device in its row; rows are numbers of a ``Sampler``'s
-tensors. On a GPU the steps below are a few kernels that read them, whatever the rows ask for; on a
-CPU they are torch code::
+Parameters of a running sequence lie on the device in its row, an index into a ``Sampler``'s
+tensors. On a GPU a few kernels read them, whatever parameters the rows have; on a CPU the steps
+below are torch code::
 
     file                 what                                    on a GPU
     sampling_rows.py     parameters as numbers                   the same
@@ -53,8 +52,7 @@ _SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
 class SampledToken(NamedTuple):
     """The next token of one row.
 
-    Log-probabilities are those of the model: of the logits as they came, before penalties,
-    temperature and cuts.
+    Log-probabilities are the model's: before penalties, temperature and cuts.
     """
 
     token_id: int
@@ -68,11 +66,11 @@ class SampledTokens(NamedTuple):
 
     token_ids: list[int]
     others: dict[int, SampledToken]
-    """Of the rows that have more than an id: log-probabilities, or an error."""
+    """For rows with log-probabilities or an error."""
 
 
 class StepResults(NamedTuple):
-    """What ``Sampler.sample`` returned, in host memory that is filled when the step is computed."""
+    """Results of ``Sampler.sample`` in host memory, valid once the step is computed."""
 
     tokens: npt.NDArray[Any]
     best: npt.NDArray[Any]
@@ -80,7 +78,7 @@ class StepResults(NamedTuple):
 
 
 class DrawState(NamedTuple):
-    """Rows as a draw reads and advances them: ``Sampler``'s attributes of the same names."""
+    """State of the rows that a draw reads and advances: ``Sampler``'s attributes of these names."""
 
     last_tokens: Tensor
     lengths: Tensor
@@ -90,9 +88,9 @@ class DrawState(NamedTuple):
 
 
 class Sampler:
-    """Samples rows, each by the parameters that lie on the device.
+    """Samples rows, each with its own parameters.
 
-    The steps, in this order, each on what the one before left:
+    The steps, in this order, each on the result of the one before:
 
     1. ``logit_bias`` is added. ``repetition_penalty`` r: the logit x of a token in prompt or
        output becomes x / r if positive and x * r if not. ``presence_penalty`` and
@@ -106,9 +104,9 @@ class Sampler:
     6. The draw, by noise of (seed, index, number of output tokens) and of nothing else.
 
     Args:
-        num_rows: Rows there are.
+        num_rows: Number of rows.
         vocab_size: Width of the logits.
-        device: Where they are.
+        device: Device of the logits.
 
     Attributes:
         last_tokens: int64 ``[num_rows]``: the token that each row drew last.
@@ -118,7 +116,7 @@ class Sampler:
         floats: float64 ``[num_rows, NUM_FLOATS]``: likewise. The inverse of the temperature is
             negative for greedy rows.
         addresses: int64 ``[num_rows, NUM_TABLES]``: of the rows' tables, see ``sampling_tables``.
-        features: int32 ``[num_rows]``, on the host: what each row asks for.
+        features: int32 ``[num_rows]``, on the host: the ``Feature``s that each row uses.
         compiles_masks: Set it to have the next ``sample`` compile the kernels for grammars, too.
     """
 
@@ -141,7 +139,7 @@ class Sampler:
             self._kernels = triton_draw
 
     def start(self, rows: Sequence[int], inputs: Sequence[SamplingInput]) -> None:
-        """Load the parameters of rows whose sequences begin or come back."""
+        """Load the parameters of rows whose sequences start or resume."""
         features = [find_features(input_.params, input_.bad_words) for input_ in inputs]
         ints = np.zeros((len(rows), NUM_INTS), np.int64)
         floats = np.zeros((len(rows), NUM_FLOATS), np.float64)
@@ -163,11 +161,11 @@ class Sampler:
             numbers[where] = own
 
     def needs_torch(self, host_rows: Sequence[int]) -> bool:
-        """Whether any of the rows asks for what kernels do not compute."""
+        """Return whether any of the rows uses a feature that the kernels lack."""
         return bool(np.any(self.features[host_rows] & BY_TORCH))
 
     def has_logprobs(self, host_rows: Sequence[int]) -> bool:
-        """Whether any of the rows asks for log-probabilities."""
+        """Return whether any of the rows reports log-probabilities."""
         return bool(np.any(self.features[host_rows] & Feature.LOGPROBS))
 
     def sample(
@@ -190,8 +188,8 @@ class Sampler:
 
         Returns:
             Token ids int64 ``[n]``; the largest logits, float32 ``[n]``, finite where there is a
-            token; and, if any row asks for log-probabilities, what ``read_logprobs`` reads, a
-            line for every row, undefined for rows that ask for none.
+            token; and, if any row reports log-probabilities, the input of ``read_logprobs``, one
+            entry per row, undefined for rows that report none.
         """
         host_rows = list(host_rows)
         features = self.features[host_rows]
@@ -201,7 +199,7 @@ class Sampler:
         state: Sampler | DrawState = self
         logprobs = tables = None
         if drafts is not None:
-            # Copies of counted rows live here until the draw is launched.
+            # Keeps copies of counted rows alive until the draw is launched.
             tables = self._tables.of(host_rows, drafts)
             state = self._copy_rows(rows, drafts, tables)
             rows = torch.arange(len(host_rows), device=self.device)
@@ -221,7 +219,7 @@ class Sampler:
                 self._tables.add(host_rows, tokens.tolist())
         if not np.any(features & Feature.LOGPROBS):
             return tokens, best, None
-        # What a row gets from a kernel does not change because of others beside it.
+        # Rows that the kernels can serve get the kernels' results, whatever other rows use.
         asked = Feature.LOGPROBS if logprobs is None else Feature.MANY_LOGPROBS
         at = np.flatnonzero(features & asked).tolist()
         if at:
@@ -230,7 +228,7 @@ class Sampler:
         return tokens, best, logprobs
 
     def accept(self, host_rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Take note of tokens that ``sample`` chose with drafts, in order; rows may come again."""
+        """Record accepted tokens of a step with drafts, in order; rows may come several times."""
         self._tables.add(host_rows, token_ids)
         with_words = np.flatnonzero(self.features[list(host_rows)] & Feature.WORDS).tolist()
         self._masks.advance(self._send(token_ids), host_rows, with_words)
@@ -242,7 +240,7 @@ class Sampler:
         logprobs: Tensor | None,
         host_rows: Sequence[int],
     ) -> SampledTokens:
-        """What ``sample`` returned, brought to the host, for each row."""
+        """Return the results of ``sample`` on the host, for each row."""
         ids, others = tokens.tolist(), {}
         if logprobs is not None:
             most = min(self.vocab_size, logprobs.shape[1] // 2 - 1)
@@ -263,7 +261,7 @@ class Sampler:
     def _copy_rows(
         self, rows: Tensor, drafts: Sequence[Sequence[int]], tables: Sequence[TokenTables]
     ) -> DrawState:
-        """Rows as they will be after the drafted tokens of each entry."""
+        """Return copies of rows as they will be after the drafted tokens of each entry."""
         shifts = send(np.array([*map(len, drafts)], np.int32), self.device)
         return DrawState(
             self.last_tokens[rows],
@@ -274,7 +272,7 @@ class Sampler:
         )
 
     def compile_masks(self, logits: Tensor) -> None:
-        """Compile what requests with a grammar would wait for, in a draw of no row."""
+        """Compile the kernels for grammars, by a draw without rows."""
         self.compiles_masks = False
         for n in {1, len(logits)}:
             rows = torch.full((n,), -1, dtype=torch.int32, device=self.device)
@@ -286,7 +284,7 @@ class Sampler:
 
 
 def send_back(found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
-    """Copy what was sampled to the host behind the step, so that nothing waits for it here."""
+    """Queue the copy of the results to the host behind the step, without waiting."""
     tokens, best, logprobs = found
     logprobs = None if logprobs is None else _to_host(logprobs)
     return StepResults(_to_host(tokens).numpy(), _to_host(best).numpy(), logprobs)

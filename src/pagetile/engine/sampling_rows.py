@@ -1,4 +1,4 @@
-"""What a row asks of the sampler, and how it lies on the device as numbers.
+"""A row's sampling parameters, encoded as numbers on the device.
 
 ::
 
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from .sampling_params import SamplingParams
 
 COLDEST = 1e-5
-"""Below this temperature the likeliest token is taken: logits do not resolve less."""
+"""Below this temperature sampling is greedy: logits have too few digits for less."""
 MAX_TOP = 20
-"""Alternatives that the kernels report; torch code finds more of them."""
+"""The most alternatives that the kernels report; torch code reports more."""
 KEYS, PROMPT_LEN, TOP_K, MIN_TOKENS, NUM_LOGPROBS = slice(0, 2), 2, 3, 4, 5
 NUM_INTS = 6
 INVERSE, TEMPERATURE, TAIL, MARGIN, REPETITION, INVERSE_REPETITION, PRESENCE, FREQUENCY = range(8)
@@ -29,7 +29,7 @@ NUM_FLOATS = 8
 
 
 class Feature(enum.IntFlag):
-    """What a row asks of the sampler beyond its likeliest token."""
+    """Sampling features that a row uses beyond greedy choice."""
 
     RANDOM = 1
     CUT = 2
@@ -46,7 +46,7 @@ class Feature(enum.IntFlag):
 
 
 BY_TORCH = Feature.WORDS | Feature.MANY_LOGPROBS
-"""What torch code does beside the kernels, so not within the graph of a step."""
+"""Features that torch code computes, outside of a step's CUDA graph."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SamplingInput:
 
 
 def find_features(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> Feature:
-    """What these parameters ask for, with their bad words as tokens."""
+    """Return the features that these parameters use; ``bad_words`` are tokens."""
     features = Feature(0)
     if not params.is_greedy and params.temperature >= COLDEST:
         features |= Feature.RANDOM
@@ -92,12 +92,12 @@ def find_features(params: SamplingParams, bad_words: Sequence[Sequence[int]] = (
 def encode_row(
     input_: SamplingInput, features: Feature, vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """A row of ``Sampler.ints`` and of ``Sampler.floats``."""
+    """Return a row of ``Sampler.ints`` and one of ``Sampler.floats``."""
     params = input_.params
     # Hexadecimal: Python refuses to print very long integers in decimal.
     digest = hashlib.blake2b(f"{input_.seed:x},{input_.index}".encode(), digest_size=8).digest()
     keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-    # Not so small that float32 rounds it to 0, with which an infinite logit would be NaN.
+    # Large enough not to round to 0 in float32: times 0, an infinite logit would be NaN.
     inverse = max(1.0 / params.temperature, 1e-30) if features & Feature.RANDOM else -1.0
     top_k, tail, margin = vocab_size, 0.0, -math.inf
     if features & Feature.CUT:

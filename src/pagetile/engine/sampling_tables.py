@@ -1,8 +1,8 @@
-"""What rows hold for each token of the vocabulary: counts, biases and allowed tokens.
+"""Per-row tables over the vocabulary: counts, biases and allowed tokens.
 
-Memory is taken for rows that ask for it, when they start. Kernels find it by its address, which
-lies in the row, so a recorded graph reads whatever belongs to the row now. A table that a row gives
-up may be handed out again at once: the device uses memory in the order of its stream.
+A table is allocated when a row that needs it starts. Kernels read its address from the row, so a
+captured graph always reads the row's current tables. A freed table may be reused at once, because
+the device uses memory in stream order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_TABLES = 3
 
 
 class TokenTables(NamedTuple):
-    """The tables of one row; ``None`` for what it does not ask."""
+    """The tables of one row; ``None`` where it needs none."""
 
     counts: Tensor | None = None
     """int32 ``[vocab_size]``: twice the occurrences in the output, plus 1 if in the prompt."""
@@ -34,7 +34,7 @@ class TokenTables(NamedTuple):
     after them."""
 
     def addresses(self) -> list[int]:
-        """Where the tables lie; 0 for those that are not there."""
+        """Return the tables' addresses; 0 for those that are missing."""
         return [0 if table is None else table.data_ptr() for table in self]
 
 
@@ -53,7 +53,7 @@ class RowTables:
     def load(
         self, rows: Sequence[int], inputs: Sequence[SamplingInput], features: Sequence[Feature]
     ) -> npt.NDArray[Any]:
-        """Make the tables of rows that start; returns the new rows of ``addresses``."""
+        """Make the tables of rows that start, and return their rows of ``addresses``."""
         for row, input_, asked in zip(rows, inputs, features, strict=True):
             self._rows[row] = TokenTables(
                 self._count(input_) if asked & Feature.PENALTY else None,
@@ -65,7 +65,7 @@ class RowTables:
     def of(
         self, rows: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
     ) -> list[TokenTables]:
-        """The tables of rows; with drafts, those after each entry's drafted tokens."""
+        """Return the tables of rows; with drafts, as after each entry's drafted tokens."""
         found = [self._rows[row] for row in rows]
         if drafts is None:
             return found
@@ -93,7 +93,7 @@ class RowTables:
 
     def _add(self, counts: Tensor, token_ids: Sequence[int]) -> Tensor:
         occurrences = Counter(self._known(token_ids))
-        if occurrences:  # each token once: nothing is added to in two places at a time
+        if occurrences:  # unique tokens, so no element is written twice
             where, times = self._send([[*occurrences], [*occurrences.values()]])
             counts[where] += 2 * times.int()
         return counts
@@ -125,7 +125,7 @@ class RowTables:
 
 
 def pack_bits(allowed: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Booleans ``[vocab_size]`` as an int32 mask ``[ceil(vocab_size / 32)]``."""
+    """Pack booleans ``[vocab_size]`` into an int32 mask ``[ceil(vocab_size / 32)]``."""
     padded = np.zeros(-(-len(allowed) // 32) * 32, bool)
     padded[: len(allowed)] = allowed
     return np.packbits(padded, bitorder="little").view(np.int32)

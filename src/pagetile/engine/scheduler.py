@@ -1,10 +1,10 @@
-"""Which sequences compute how many tokens in the next step: continuous batching over one pool.
+"""Continuous batching: which sequences compute how many tokens in the next step.
 
 Every step has a budget of tokens. Running sequences come first, in order of arrival: one token
-each in decode, a chunk of the prompt in prefill. What is left admits waiting ones. When the
-pool runs dry, a later sequence is preempted: its blocks are freed and it waits, first in line, to
-be computed again. The first running sequence is never preempted, and any sequence alone fits
-into the pool, so there is always progress.
+each in decode, a chunk of the prompt in prefill. The rest of the budget admits waiting ones. When
+the pool is exhausted, a later sequence is preempted: its blocks are freed, and it waits at the head
+of the queue to be computed again. The first running sequence is never preempted, and any sequence
+alone fits into the pool, so there is always progress.
 
 A step may be scheduled while the one before is in flight::
 
@@ -13,12 +13,12 @@ A step may be scheduled while the one before is in flight::
 - A sequence that reaches its length with an unread token is not scheduled again.
 - Nothing is preempted while a step is in flight: ``schedule`` returns None and asks to complete it.
 - A sequence that ends keeps its row and its blocks until no step in flight computes it.
-- Blocks enter the prefix index in ``complete``: their tokens are known and their content is there.
-  A prompt that waits is held back while one that runs computes its next blocks: of prompts with a
-  common beginning that arrive together, the first computes it and the others adopt it.
+- Blocks enter the prefix index in ``complete``, when their tokens are known and their content is
+  written. A waiting prompt is held back while a running one computes its next blocks: of prompts
+  with a common prefix that arrive together, the first computes it and the others adopt it.
 
-With speculation no step is in flight here: a sequence that decodes computes its draft, too, and
-samples after each token of it (``ngram.py``).
+With speculation no step is in flight here: a decoding sequence also computes its draft, and samples
+after each token of it (``ngram.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .request import Sequence, Status
 
 @dataclass
 class SchedulerOutput:
-    """What the next forward pass computes."""
+    """The sequences and tokens of the next forward pass."""
 
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -52,28 +52,28 @@ class SchedulerOutput:
     logits_rows: list[int] = field(default_factory=list)
     """For each of ``sampled``, the position in ``sequences`` of the one whose logits it uses."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """Drafted tokens that are computed after a sequence's last one, by position in ``sequences``.
-    The sequence is in ``sampled`` once more for each, in their order."""
+    """Drafted tokens computed after a sequence's last one, by its position in ``sequences``. The
+    sequence is in ``sampled`` once more for each, in their order."""
     is_decode: bool = True
-    """Whether every sequence computes one token, which the device has, and samples the next."""
+    """Whether every sequence computes one token, known to the device, and samples the next."""
     prefix_groups: PrefixGroups | None = None
-    """Of a decode step: neighbours whose first blocks are the same, where reading these once saves
-    time."""
+    """Groups of a decode step's sequences that share first blocks; ``None`` if reading these once
+    would not save time."""
     grown: list[Sequence] = field(default_factory=list)
-    """The sequences whose last block may be another than in the step before."""
+    """The sequences whose last block may have changed since the step before."""
     number: int = 0
 
 
 class Scheduler:
-    """Orders sequences, takes their blocks and gives them back.
+    """Chooses each step's sequences and tokens, and allocates and frees their blocks.
 
     Args:
         pool: The cache's blocks.
-        index: Where full blocks are found by their tokens; ``None`` turns prefix caching off.
+        index: The prefix index; ``None`` turns prefix caching off.
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
-        chunks: How many prompt tokens a step may compute beside streams that decode.
-        grouper: Finds what sequences of a decode step share; ``None``: prefixes are read by each.
+        chunks: Limits a step's prompt tokens while streams decode.
+        grouper: Finds common prefixes of a decode step; ``None``: each sequence reads its own.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class Scheduler:
 
         Args:
             in_flight: Whether a step is launched and not completed.
-            admits: Whether sequences that wait may start.
+            admits: Whether waiting sequences may start.
 
         Returns:
-            The step, empty if nothing can be computed now. ``None`` only with ``in_flight``: one
-            that runs would have to be preempted; complete the step in flight and ask again.
+            The step, empty if nothing can be computed now. ``None`` only with ``in_flight``: a
+            running sequence would have to be preempted; complete the step in flight and call again.
         """
         only_decodes, budget = self._only_decodes(), self.max_num_batched_tokens
         beside = budget - len(self.running)
@@ -144,7 +144,7 @@ class Scheduler:
                 chunk = sequence.num_tokens - sequence.num_computed
                 if chunk != 1:
                     if chunk > beside // 2:
-                        chunk = min(chunk, beside - self._others_share(sequence, beside // 2))
+                        chunk = min(chunk, beside - self._kept_for_others(sequence, beside // 2))
                     beside -= chunk
                 if chunk > budget:
                     chunk = budget
@@ -168,9 +168,9 @@ class Scheduler:
         return step
 
     def complete(self, step: SchedulerOutput) -> None:
-        """Note that a step was computed, when its tokens are read and not yet appended.
+        """Index the full blocks of a step that was computed, before its tokens are appended.
 
-        Full blocks become findable here and not earlier: before, their content is not written.
+        Not earlier, because their content is not written before.
         """
         size, index = self.block_size, self.index
         if index is not None:
@@ -200,37 +200,37 @@ class Scheduler:
         child.num_tokens, child.last_step = parent.num_tokens, step.number
 
     def restart(self) -> None:
-        """Preempt everything that runs: a step failed, and what steps in flight did is unknown.
+        """Preempt all running sequences after a failed step, since the cache's state is unknown.
 
-        What they sampled is forgotten, and will be sampled again.
+        Unread tokens are dropped and sampled again.
         """
         self._completed = self._num_scheduled - 1
         for sequence in reversed(self.running.copy()):
-            self._give_way(sequence)
+            self._preempt(sequence)
         for sequence in self.ended.copy():
             self._release(sequence)
 
     def evict_from_prefix_cache(self, sequence: Sequence) -> None:
-        """Let no prompt find a sequence's blocks: the forward pass over them failed."""
+        """Remove a sequence's blocks from the prefix index: the forward pass over them failed."""
         for block in sequence.table.blocks:
             self.pool.overwrite(block)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is. Its blocks go back when no step in flight writes them."""
+        """End a sequence in any state; its blocks are freed when no step in flight writes them."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self.ended.append(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        sequence.is_quiet = False
+        sequence.only_appends = False
         if sequence.request.is_finished:
             sequence.request.finished_time = time.perf_counter()
         if sequence.row >= 0 and sequence.last_step <= self._completed:
             self._release(sequence)
 
     def check(self) -> None:
-        """Prove that every block is free or held by the tables of sequences that have a row."""
+        """Assert that every block is free or held by the tables of sequences that have a row."""
         holders = [*self.running, *self.ended]
         self.pool.check(sequence.table.blocks for sequence in holders)
         for sequence in self.running:
@@ -252,9 +252,9 @@ class Scheduler:
         return self._all_decode and self.pool.can_allocate(len(self.running))
 
     def _decode_all(self, step: SchedulerOutput) -> None:
-        """Schedule one token of every running sequence: of most steps all there is to do.
+        """Schedule one token of every running sequence: the fast path of most steps.
 
-        A table takes the slots of a whole block at once, so few sequences need it in a step.
+        Slots are reserved a block at a time, so few sequences need new ones in a step.
         """
         size, number = self.block_size, step.number
         sequences, ends = step.sequences, step.ends
@@ -277,7 +277,7 @@ class Scheduler:
     # --- any other step --------------------------------------------------------------------------
 
     def _limit_prompts(self, only_decodes: bool) -> int:
-        """The most prompt tokens of the step: every sequence that decodes has one token before."""
+        """Return the most prompt tokens of the step, after one token of each decoding sequence."""
         num_waiting = min(len(self.waiting), self.max_num_seqs - len(self.running))
         num_decoding = len(self.running)
         if not only_decodes:
@@ -290,7 +290,7 @@ class Scheduler:
     def _reserve(
         self, step: SchedulerOutput, sequence: Sequence, chunk: int, draft: SequenceOf[int] = ()
     ) -> None:
-        """Take the slots of a chunk and its draft, and sample if the chunk ends what is known."""
+        """Reserve slots of a chunk and its draft; sample if it ends with the last known token."""
         chunk, at = chunk + len(draft), len(step.sequences)
         end = sequence.num_computed + chunk
         if end > sequence.table.num_tokens:
@@ -314,10 +314,10 @@ class Scheduler:
             step.sampled += [sequence] * len(draft)
             step.logits_rows += [at] * len(draft)
 
-    def _others_share(self, sequence: Sequence, most: int) -> int:
-        """Prompt tokens that a step leaves to those behind a long prompt, up to ``most``.
+    def _kept_for_others(self, sequence: Sequence, most: int) -> int:
+        """Return how many prompt tokens to reserve for prompts behind a long one, up to ``most``.
 
-        Else a prompt of a few tokens would wait for all steps of a long one before it.
+        Otherwise a short prompt would wait for all steps of the long one before it.
         """
         behind = self.running[self.running.index(sequence) + 1 :]
         pending = sum(s.num_pending for s in behind if s.num_pending > 1)
@@ -329,9 +329,9 @@ class Scheduler:
         return min(pending, most)
 
     def _draft(self, sequence: Sequence, proposer: NgramProposer, most: int) -> list[int]:
-        """Guess tokens that follow, as many as there is room for without preempting anyone."""
+        """Draft the next tokens, as many as fit without preempting a sequence."""
         if not sequence.num_output_tokens:
-            return []  # with no output, others may yet fork from it
+            return []  # without output: other samples may still fork from it
         draft = proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
         needed = sequence.table.blocks_needed(1 + len(draft))
         return draft if self.pool.can_allocate(needed + len(self.running)) else []
@@ -339,10 +339,10 @@ class Scheduler:
     def _admit_waiting(self, step: SchedulerOutput, budget: int) -> None:
         """Start waiting sequences, in their order, while rows, blocks and the budget last.
 
-        One whose next block is being computed by a running sequence is held back: it keeps its
-        place, and adopts the block when that is done. Those behind it may pass, as far as rows and
-        blocks for it are left. Nothing is held for long: every step computes some of the prompt
-        that it waits for.
+        A sequence whose next block is being computed by a running one is held back: it keeps its
+        place in the queue, and adopts the block when that is done. Sequences behind it may pass, as
+        long as rows and blocks for it are left. None is held for long: every step computes some of
+        the prompt that it waits for.
         """
         rows, held, set_aside = self._rows_left() if self.waiting else 0, [], 0
         while budget and self.waiting:
@@ -353,7 +353,7 @@ class Scheduler:
             num_coming = self._adopt_prefix(sequence)
             table = sequence.table
             needed = table.blocks_needed(len(sequence.token_ids) - table.num_tokens)
-            # Running sequences will ask for a block now and then: leave them a few.
+            # Leave a few blocks for running sequences, which need one now and then.
             spare = len(self.running) + set_aside
             if num_coming:
                 set_aside += needed - num_coming
@@ -402,37 +402,37 @@ class Scheduler:
         return not self.pool.can_allocate(needed)
 
     def _make_room(self, sequence: Sequence, chunk: int) -> bool:
-        """Preempt until ``sequence`` can have its blocks, itself last; True if anyone gave way."""
+        """Preempt sequences, at last itself, until ``sequence`` fits; return whether any was."""
         preempted = False
         while not self.pool.can_allocate(_blocks_needed(sequence, chunk)):
             later = self.running[self.running.index(sequence) :]
-            victim = min(reversed(later[1:] or later), key=self._cost)
+            victim = min(reversed(later[1:] or later), key=self._preemption_cost)
             self.counts.preemptions += 1
             victim.num_lost = victim.num_computed
-            self._give_way(victim)
+            self._preempt(victim)
             preempted = True
             if victim is sequence:
                 break
         return preempted
 
-    def _cost(self, sequence: Sequence) -> float:
-        """Tokens lost by preempting a sequence; one that would free no block is no victim."""
+    def _preemption_cost(self, sequence: Sequence) -> float:
+        """Return the tokens lost by preempting a sequence; infinity if it would free no block."""
         alone = sum(self.pool.ref_count(block) == 1 for block in sequence.table.blocks)
         return min(alone * self.block_size, sequence.num_computed) if alone else float("inf")
 
-    def _give_way(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.table = BlockTable(self.pool)  # another: its row is stale
+        sequence.table = BlockTable(self.pool)  # a new table marks its row as stale
         sequence.num_computed = sequence.num_indexed = 0
         sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
-        sequence.block_hashes.truncate(sequence.num_tokens)  # an accepted draft may be hashed
+        sequence.block_hashes.truncate(sequence.num_tokens)  # they may include unread tokens
         sequence.is_decoding = False
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
     def _start(self, sequence: Sequence) -> None:
-        """Let a waiting sequence run from the end of its cached prefix."""
+        """Start a waiting sequence at the end of its cached prefix."""
         sequence.num_computed, request = sequence.table.num_tokens, sequence.request
         sequence.num_indexed = len(sequence.table.blocks)
         if request.num_cached_tokens is None:
@@ -450,7 +450,7 @@ class Scheduler:
         self._all_decode = False
 
     def _release(self, sequence: Sequence) -> None:
-        """Take back the row and the blocks of a sequence that runs no more."""
+        """Free the row and the blocks of a sequence that no longer runs."""
         if sequence.status is Status.FINISHED:
             self.ended.remove(sequence)
         self._free_rows.append(sequence.row)
@@ -458,7 +458,7 @@ class Scheduler:
         sequence.table.free()
 
     def _rows_left(self) -> int:
-        """Free rows that no running request still has to fork into; those that decode have."""
+        """Return the number of free rows, less those for samples that have yet to fork."""
         promised = [_num_rows(s) - 1 for s in self.running if not s.is_decoding]
         return len(self._free_rows) - sum(promised)
 
@@ -473,11 +473,11 @@ class Scheduler:
 
 
 def _blocks_needed(sequence: Sequence, num_tokens: int) -> int:
-    """Blocks that a running sequence takes for its next tokens, beyond the slots that it has."""
+    """Return how many new blocks a running sequence needs to have ``num_tokens`` tokens."""
     end, table = sequence.num_computed + num_tokens, sequence.table
     return table.blocks_needed(max(0, end - table.num_tokens))
 
 
 def _num_rows(sequence: Sequence) -> int:
-    """Rows that a waiting sequence takes: one for each sample, until it has forked."""
+    """Return the rows that a waiting sequence takes: one for each sample, until it has forked."""
     return 1 if sequence.request.is_forked else sequence.request.params.n

@@ -17,8 +17,8 @@ class StepMasks:
     """The last tokens of rows with bad words, and the masks that follow from them.
 
     Args:
-        vocab_size: Tokens there are.
-        device: Where the masks are.
+        vocab_size: Size of the vocabulary.
+        device: Device of the masks.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -39,13 +39,13 @@ class StepMasks:
         masks: Any,
         drafts: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Bits of the tokens that are allowed now, int32 ``[n, ceil(vocab_size / 32)]``.
+        """Return bits of the tokens that are allowed now, int32 ``[n, ceil(vocab_size / 32)]``.
 
         Args:
             host_rows: The rows.
             with_words: Positions of those that have bad words.
             masks: As for ``Sampler.sample``.
-            drafts: Likewise.
+            drafts: As for ``Sampler.sample``.
         """
         shape = len(host_rows), -(-self._vocab_size // 32)
         allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
@@ -58,7 +58,7 @@ class StepMasks:
         return allowed
 
     def advance(self, tokens: Tensor, host_rows: Sequence[int], with_words: Sequence[int]) -> None:
-        """Take note of the rows' new tokens, int64 ``[n]``."""
+        """Record the rows' new tokens, int64 ``[n]``."""
         for i in with_words:
             tail = self._tails[host_rows[i]]
             self._tails[host_rows[i]] = torch.cat([tail[1:], tokens[i : i + 1]])

@@ -1,7 +1,7 @@
-"""Memory that the host and the device exchange steps through.
+"""Pinned memory through which the host and the device exchange steps.
 
-A step needs one copy to the device at most, and one back. Both go through pinned memory that is
-taken once and used in turn, so a launch makes no tensor and takes no memory::
+A step needs at most one copy to the device, and one back. Both use pinned memory that is allocated
+once, so a launch makes no tensor and allocates nothing::
 
     host     rows │ last blocks │ groups            token ids │ largest logits │ log-probabilities
                   │ where any has changed                     ▲
@@ -27,11 +27,11 @@ class StepMemory:
     """Host memory of one step in flight, pinned for a GPU.
 
     Args:
-        inbox: On the device, int32: where a step's numbers are read.
+        inbox: int32 on the device: a step's input.
         num_rows: The most rows of a step.
 
     Attributes:
-        event: What ``record`` records; ``None`` on a CPU.
+        event: The event that ``record`` records; ``None`` on a CPU.
     """
 
     def __init__(self, inbox: Tensor, num_rows: int) -> None:
@@ -47,12 +47,12 @@ class StepMemory:
         self.event = torch.cuda.Event(blocking=True) if inbox.is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, numbers: npt.NDArray[Any]) -> None:
-        """Copy numbers to the inbox, behind what is launched."""
+        """Queue a copy of numbers to the inbox."""
         self._numbers[: len(numbers)] = numbers
         self._inbox.copy_(self._outbox, non_blocking=True)
 
     def receive(self, packed: Tensor, size: int, *, has_logprobs: bool) -> StepResults:
-        """Copy what a draw of ``size`` rows returned to the host, behind what is launched."""
+        """Queue a copy of the results of a draw of ``size`` rows to the host."""
         if size not in self._views:
             words = self._words[: len(packed)]
             tokens, best, logprobs = self._unpack(words, size)
@@ -62,27 +62,27 @@ class StepMemory:
         return results if has_logprobs else results._replace(logprobs=None)
 
     def record(self) -> torch.cuda.Event | None:
-        """Record the event, behind what is launched, and return it."""
+        """Record the event behind all launched work, and return it."""
         if self.event is not None:
-            # By number, the device's stream is found in half the time of event.record().
+            # Passing the device's number takes half the time of event.record() alone.
             self.event.record(torch.cuda.current_stream(self._inbox.get_device()))
         return self.event
 
 
 class DecodeForm:
-    """How decode steps of the same sequences are launched, found once for all of them.
+    """How to launch decode steps of the same sequences; computed once for all of them.
 
     Args:
         step: The first of them.
-        size: Rows of the recorded step: those of the sequences, and others of no sequence.
+        size: Rows of the graph, padding included.
         has_masks: Whether tokens are ruled out by masks.
-        samples: Whether the recorded step ends with tokens, not with logits.
-        has_logprobs: Whether any sequence asks for log-probabilities.
+        samples: Whether the graph ends with tokens, not with logits.
+        has_logprobs: Whether any sequence reports log-probabilities.
 
     Attributes:
-        rows: Of the sequences.
-        groups: What they share, as ``SchedulerOutput.prefix_groups``.
-        numbers: What the inbox is to hold: rows, the last block of each, what groups share.
+        rows: The sequences' rows.
+        groups: Their common prefixes: ``SchedulerOutput.prefix_groups``.
+        numbers: The content of the inbox: rows, the last block of each, prefix groups.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DecodeForm:
         self._block_at = {row: size + at for at, row in enumerate(self.rows)}
 
     def fits(self, step: SchedulerOutput, *, has_masks: bool) -> bool:
-        """Whether a step has the same sequences, in the same order and groups."""
+        """Return whether a step has the same sequences, in the same order and groups."""
         return (
             self._sequences == step.sequences
             and self.groups is step.prefix_groups
@@ -115,6 +115,6 @@ class DecodeForm:
         )
 
     def update(self, grown: list[Sequence]) -> None:
-        """Take note of sequences' new last blocks."""
+        """Update the sequences' last blocks."""
         for sequence in grown:
             self.numbers[self._block_at[sequence.row]] = sequence.table.blocks[-1]

@@ -1,4 +1,4 @@
-"""The draw in torch: what ``triton_draw.py`` computes, on a CPU.
+"""The draw in torch, for CPUs; ``triton_draw.py`` computes the same on a GPU.
 
 The noise is a hash of (seed, index of the sample, position, token), so a row draws the same token
 alone or among others, after preemption, and on another device.
@@ -18,11 +18,11 @@ from .sampling_rows import INVERSE, PROMPT_LEN, Feature
 def draw_tokens(
     x: Tensor, features: Any, lengths: Tensor, ints: Tensor, floats: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token ids int64 ``[n]``, 0 where there is none, and the largest logits float32 ``[n]``.
+    """Return token ids int64 ``[n]``, 0 where there is none, and largest logits float32 ``[n]``.
 
     Args:
         x: float32 ``[n, vocab_size]``.
-        features: int ``[n]``; rows that are greedy cost no more than that.
+        features: int ``[n]``, each row's ``Feature``s; greedy rows need no noise.
         lengths: int32 ``[n]``, tokens that each row has.
         ints: int32 ``[n, NUM_INTS]``.
         floats: float64 ``[n, NUM_FLOATS]``.
@@ -43,13 +43,13 @@ def make_noise(tokens: Tensor, ints: Tensor, lengths: Tensor) -> Tensor:
     first = _mix(ints[:, 0] + position * _GOLDEN)
     second = _mix((ints[:, 1] ^ first) + position * _STEP)
     words = _mix(tokens + first[:, None], second[:, None])
-    # 31 bits as a number in (0, 1); as 1 - u they keep all digits where the winner is: near 0.
+    # 31 bits as u in (0, 1); log1p(-u) keeps all digits for small u, where the smallest noise is.
     uniform = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _mix(x: Tensor, key: Tensor | int = 0) -> Tensor:
-    """A hash of 32 bits, one to one (Wellons' ``lowbias32``, with a key); writes to ``x``."""
+    """Hash 32 bits bijectively (Wellons' ``lowbias32``, with a key); writes to ``x``."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).add_(key).mul_(_MIX_B)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

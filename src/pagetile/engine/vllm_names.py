@@ -1,6 +1,6 @@
-"""Names that vLLM has and pagetile has not, and what to do instead.
+"""Names that vLLM has and pagetile lacks, and what to use instead.
 
-Errors say it (``keywords``), and the guide "Coming from vLLM" has all of them.
+``keywords`` puts them into errors; the guide "Coming from vLLM" lists them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that are made up before the first one, so that what they compile is there for it."""
+"""Dummy requests that compile kernels before the first real one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .core import Engine
 
 
-def run_made_up(engine: Engine, num_tokens: int) -> None:
-    """Run random prompts of so many tokens in all, and leave no trace of them."""
+def run_dummy_requests(engine: Engine, num_tokens: int) -> None:
+    """Run random prompts of ``num_tokens`` tokens in all, and remove all traces of them."""
     rng, scheduler, num_new = random.Random(0), engine.scheduler, 8
     params = SamplingParams(seed=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
     longest = min(engine.max_model_len, engine.cache.num_tokens // 2) - num_new
@@ -30,4 +30,4 @@ def run_made_up(engine: Engine, num_tokens: int) -> None:
         engine.take_output(request_id)
     engine.reset_prefix_cache()
     scheduler.counts = type(scheduler.counts)()
-    scheduler.chunks = type(scheduler.chunks)()  # steps that compile tell nothing
+    scheduler.chunks = type(scheduler.chunks)()  # times of steps that compile are useless

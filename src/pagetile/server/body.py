@@ -17,7 +17,7 @@ from .state import server_of
 
 M = TypeVar("M", bound=BaseModel)
 
-_LARGE = 32 << 10  # bytes: parsing more takes long enough to do it on a thread
+_LARGE = 32 << 10  # bytes; larger bodies are parsed on a thread
 _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
     400: "The request cannot be served as it stands; `param` names the field.",
@@ -33,10 +33,10 @@ _FAILURES = {
 
 
 def read_body(model: type[M]) -> Callable[[Request], Coroutine[Any, Any, M]]:
-    """A dependency that gives a route its body, validated.
+    """Return a FastAPI dependency that reads and validates a route's body.
 
     Args:
-        model: What the body must be.
+        model: The body's model.
     """
 
     async def read(request: Request) -> M:
@@ -64,7 +64,7 @@ def read_body(model: type[M]) -> Callable[[Request], Coroutine[Any, Any, M]]:
 def described(
     body: type[BaseModel] | None = None, *, streams: bool = False, is_open: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments for a route: how OpenAPI describes its body and its failures.
+    """Return keyword arguments for a route: how OpenAPI describes its body and its errors.
 
     Args:
         body: The model of the body.
@@ -95,7 +95,7 @@ def described(
 
 
 def add_openapi(app: FastAPI, bodies: list[type[BaseModel]], *, needs_key: bool) -> None:
-    """Let the application's OpenAPI document define the bodies that ``read_body`` reads.
+    """Add the bodies that ``read_body`` reads to the application's OpenAPI document.
 
     Args:
         app: The application, with all its routes.

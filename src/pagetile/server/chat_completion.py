@@ -1,4 +1,4 @@
-"""One chat request: from its messages to the choices of its answer, whole or streamed."""
+"""Handles one chat request: from its messages to its answer, whole or streamed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .tool_parsers import (
 
 @dataclass
 class _Sample:
-    """What a stream has sent of a sample."""
+    """State of one sample of a stream: what was sent so far."""
 
     parser: ToolParser
     num_tokens: int = 0
@@ -49,7 +49,7 @@ class _Sample:
     num_calls: int = 0
 
     def parse(self, text: str, *, is_last: bool) -> Parsed:
-        """Take in more text; with the last, all that was held back."""
+        """Parse more text; the last call also returns what was held back."""
         parsed = self.parser.feed(text) if text else Parsed()
         if not is_last:
             return parsed
@@ -58,7 +58,7 @@ class _Sample:
 
 
 class ChatCompletion:
-    """A chat request on its way through the engine.
+    """A chat request that the engine is processing.
 
     Attributes:
         stream: The engine's answer.
@@ -76,7 +76,7 @@ class ChatCompletion:
 
     @classmethod
     async def start(cls, request: Request, body: ChatRequest) -> ChatCompletion:
-        """Validate a request, write its messages down as a prompt, and queue it.
+        """Validate a request, render its messages as a prompt, and queue it.
 
         Raises:
             ApiError: It cannot be served.
@@ -164,12 +164,12 @@ class ChatCompletion:
         return server_sent_events(self.request, [self.stream], self._encode, usage_event)
 
     def write_text(self, write: Write) -> None:
-        """Have events that only add text written to the connection directly."""
+        """Write events that only add text directly to the connection."""
         write_text(self.stream, self._text_events, write)
 
     @cached_property
     def _text_events(self) -> TextEvents | None:
-        """Makes events that only add text; ``None``: this request's have more."""
+        """Return a builder of events that only add text; ``None`` if events have more than text."""
         body = self.body
         if body.logprobs or body.return_token_ids or body.counts_usage:
             return None
@@ -184,7 +184,7 @@ class ChatCompletion:
         return [_Sample(self.parser()) for _ in range(self.body.n or 1)]
 
     def _encode(self, _: int, deltas: list[Delta]) -> bytes:
-        """Events of deltas, one for each sample that has news; the first say who speaks."""
+        """Return events of deltas, one for each sample with new output; the first has the role."""
         if not self._has_begun:
             self._has_begun = True
             opening = {"role": "assistant", "content": self._echo}
@@ -246,7 +246,7 @@ class ChatCompletion:
         }
 
     def parser(self) -> ToolParser:
-        """What finds calls in a sample's text."""
+        """Return a parser of tool calls for one sample's text."""
         body, tools = self.body, self.body.tools or []
         if not tools or body.tool_choice == "none":
             return TextOnly()
@@ -260,7 +260,7 @@ class ChatCompletion:
         return kind(names)
 
     def kept(self, calls: list[Call]) -> list[Call]:
-        """Those of the calls to report: without ``parallel_tool_calls`` the first one."""
+        """Return the calls to report: without ``parallel_tool_calls`` only the first."""
         if self.body.parallel_tool_calls is False:
             return [call for call in calls if call.index == 0]
         return calls
@@ -273,10 +273,10 @@ class ChatCompletion:
 
 
 def _check_tools(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """Parameters that a request with tools needs.
+    """Return parameters that a request with tools needs.
 
     Raises:
-        ApiError: With status 400: calls could not be asked for, or not be found in the answer.
+        ApiError: With status 400: the template has no tools, or no parser for calls is known.
     """
     if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
         return {}

@@ -1,4 +1,4 @@
-"""One completion request: its prompts, and the choices of their answers, whole or streamed."""
+"""Handles one completion request: from its prompts to its choices, whole or streamed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from .streaming import Write
 
 @dataclass
 class _Sample:
-    """What a stream has sent of a sample."""
+    """State of one sample of a stream: what was sent so far."""
 
     has_begun: bool = False
     num_tokens: int = 0
     num_logprobs: int = 0
     offset: int = 0
-    """Where in the text its next token begins."""
+    """Offset in the text at which its next token begins."""
 
 
 class Completion:
-    """A completion request's prompts on their way through the engine.
+    """A completion request that the engine is processing.
 
     Attributes:
         streams: The engine's answers, one a prompt.
@@ -154,13 +154,13 @@ class Completion:
         return server_sent_events(self.request, self.streams, self._encode, usage_event)
 
     def write_text(self, write: Write) -> None:
-        """Have events that only add text written to the connection directly."""
+        """Write events that only add text directly to the connection."""
         if len(self.streams) == 1:
             write_text(self.streams[0], self._text_events, write)
 
     @cached_property
     def _text_events(self) -> TextEvents | None:
-        """Makes events that only add text; ``None``: this request's have more."""
+        """Return a builder of events that only add text; ``None`` if events have more than text."""
         body = self.body
         if body.logprobs is not None or body.return_token_ids or body.echo or body.counts_usage:
             return None
@@ -170,7 +170,7 @@ class Completion:
         )
 
     def _encode(self, number: int, deltas: list[Delta]) -> bytes:
-        """Events of deltas of a prompt, one for each sample that has news."""
+        """Return events of a prompt's deltas, one for each sample with new output."""
         if len(self.streams) == 1 and self._text_events is not None:
             data = self._text_events.encode(deltas)
             if data is not None:
@@ -199,7 +199,7 @@ class Completion:
         return event_of(event)
 
     def _new_logprobs(self, number: int, index: int) -> dict[str, Any] | None:
-        """Those that no event has had yet; before the first, with ``echo``, the prompt's."""
+        """Return log-probabilities not sent yet; with ``echo`` the prompt's come first."""
         num_top = self.body.logprobs
         if num_top is None:
             return None

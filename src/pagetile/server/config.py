@@ -1,4 +1,4 @@
-"""What a server is started with: names, keys, and the limits of what a request may ask for."""
+"""Configuration of a server: model names, API keys, defaults and limits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..errors import RequestError
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a request may ask for; more is refused with a 4xx status."""
+    """Limits of requests; what exceeds them is refused with a 4xx status."""
 
     body_bytes: int = 8 << 20
     num_headers: int = 128
     header_bytes: int = 64 << 10
     body_seconds: float = 60.0
-    """Time for a client to send its body."""
+    """Seconds for a client to send its body."""
     num_prompts: int = 1024
     n: int = 128
     num_stops: int = 16
@@ -30,9 +30,9 @@ class Limits:
     num_tools: int = 128
     template_seconds: float = 2.0
     grammar_seconds: float = 5.0
-    """Time to compile the form of a structured output. The engine limits its size."""
+    """Seconds to compile a structured-output constraint. The engine limits its size."""
     send_seconds: float = 60.0
-    """Time for a client to read a piece of a stream before its connection is closed."""
+    """Seconds for a client to read a piece of a stream before its connection is closed."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class ServerConfig:
 
     Attributes:
         model_names: Names that requests may use for the model; the first is reported.
-        api_keys: Keys of which a client must show one; empty: every client may use the server.
+        api_keys: Keys, one of which a client must send; empty: no key is needed.
         cors_origins: Origins whose pages may call the server from a browser; none by default.
         chat_template: Jinja source that replaces the tokenizer's own.
-        trust_request_chat_template: Whether a request may bring a template of its own.
+        trust_request_chat_template: Whether a request may have its own template.
         tool_call_parser: ``"auto"``, ``"hermes"``, ``"llama3_json"`` or ``"none"``.
         sampling_defaults: Values for sampling fields that a request leaves out.
         show_text: Whether ``/pages`` shows prompts and outputs.
@@ -65,14 +65,14 @@ class ServerConfig:
 
 
 def model_name(path: str | os.PathLike[str] | None) -> str:
-    """What a checkpoint is called where no name is given: its folder's."""
+    """Return the default name of a checkpoint, that of its folder."""
     if path is None:
         return "pagetile-demo"
     return os.path.basename(os.path.abspath(os.fspath(path)))
 
 
 def read_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """API keys of a command line, the environment and a file.
+    """Return the API keys of the command line, the environment and a file.
 
     Raises:
         RequestError: A key is empty, or the file has none.

@@ -1,8 +1,8 @@
 """Requests that a server sends to itself, so that its page map shows what paged attention does.
 
-A mix in turns: several questions with one long beginning (shared blocks), several samples of one
-prompt (shared, then copied on write), short and long ones side by side (continuous batching),
-clients that leave early, and now and then a crowd that does not fit (preemption).
+A mix of: several questions with one long prefix (shared blocks), several samples of one prompt
+(shared, then copied on write), short and long requests at once (continuous batching), clients that
+disconnect early, and at times more requests than fit (preemption).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class DemoTraffic:
     """A stream of random requests.
 
     Args:
-        llm: Where they go.
-        seed: They are the same for the same seed.
+        llm: The engine that gets them.
+        seed: Determines the requests.
     """
 
     def __init__(self, llm: AsyncLLM, *, seed: int = 0) -> None:
@@ -51,7 +51,7 @@ class DemoTraffic:
                 task.cancel()
 
     def _load(self) -> float:
-        """Tokens that running and waiting requests may come to hold, over those that fit."""
+        """Return the most tokens that all requests may hold, divided by the cache's size."""
         return len(self._tasks) * self._room * 0.5 / self._capacity
 
     def _start(self) -> None:

@@ -20,7 +20,7 @@ from ..errors import (
 )
 from .logs import log
 
-RETRY_AFTER = "1"  # seconds; a queue of short answers moves on within one
+RETRY_AFTER = "1"  # seconds
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 
@@ -43,11 +43,11 @@ class ApiError(Exception):
     """A response other than a success.
 
     Args:
-        status: Of HTTP.
+        status: HTTP status.
         message: What was given, what is expected, and what to do.
-        param: The field that is to blame.
-        code: A word for programs.
-        headers: Of the response.
+        param: The wrong field.
+        code: Machine-readable error code.
+        headers: Headers of the response.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class ApiError(Exception):
 
 
 def field_error(param: str, message: str) -> ApiError:
-    """A 400 that names the field to blame."""
+    """Return a 400 that names the wrong field."""
     return ApiError(400, message, param=param)
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The response for an error of the engine's, or any other."""
+    """Convert an error of the engine, or any other, to a response."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -101,9 +101,9 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """A 400 that names the first field that is wrong, and for an unknown one the nearest known."""
+    """Return a 400 that names the first wrong field, and for an unknown one the nearest known."""
     first = error.errors(include_url=False, include_input=False)[0]
-    # The first part is a field, though it may have the name of a type ("text").
+    # The first part is always a field, even if its name is also that of a type ("text").
     loc = first["loc"]
     path = ".".join(str(part) for part in (*loc[:1], *filter(_is_field, loc[1:])))
     if first["type"] == "json_invalid":
@@ -119,7 +119,7 @@ def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
 
 
 def _is_field(part: int | str) -> bool:
-    """Whether a part of a location is one of the body's, not a member of a union of types."""
+    """Return whether a part of a location is a field, and not a member of a union of types."""
     return isinstance(part, int) or (not any(c in part for c in "[(-") and part not in _TYPES)
 
 
@@ -127,7 +127,7 @@ _TEXT_PART = '{"type": "text", "text": "..."}'
 _TYPES = {"str", "int", "float", "bool", "dict", "none", "text", "function", "named"}
 
 
-# What clients written for earlier APIs of vLLM and OpenAI send.
+# Fields of earlier APIs of vLLM and OpenAI.
 _RENAMED = {
     **{f"guided_{form}": f"structured_outputs.{form}" for form in ("json", "regex", "choice")},
     "guided_grammar": "structured_outputs.grammar",

@@ -1,11 +1,11 @@
-"""What the generating routes share: usage, results of several prompts, and their streams.
+"""Shared by the generating routes: usage, results of several prompts, and streams.
 
 A stream of server-sent events takes one of two ways::
 
     deltas of a step ──► RequestStream.on_deltas ──► TextEvents ──► connection     text only
                     └──► RequestStream.take ──► a completion's encode ──► pieces   everything else
 
-The first costs no change of tasks, and no JSON but that of the text.
+The first needs no switch of tasks, and encodes only the text as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .streaming import Write
 
 @dataclass
 class Usage:
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -41,7 +41,7 @@ class Usage:
         self.cached_tokens += output.num_cached_tokens
 
     def report(self) -> dict[str, Any]:
-        """The ``usage`` of a response."""
+        """Return the ``usage`` of a response."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -51,7 +51,7 @@ class Usage:
 
 
 async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
-    """The outputs of all; if one fails or the task is cancelled, all are aborted."""
+    """Wait for all outputs; if one fails or the task is cancelled, abort all."""
     try:
         return [await stream.result() for stream in streams]
     finally:
@@ -59,7 +59,7 @@ async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[Delta]]]:
-    """Deltas of several prompts as they come, each with the number of its prompt."""
+    """Yield the deltas of several prompts as they come, with the number of their prompt."""
     if len(streams) == 1:
         while deltas := await streams[0].take():
             yield 0, deltas
@@ -79,7 +79,7 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, l
 
 
 def close_all(streams: Sequence[RequestStream]) -> None:
-    """Abort those that still run."""
+    """Abort the requests that still run."""
     for stream in streams:
         stream.close()
 
@@ -89,7 +89,7 @@ def close_all(streams: Sequence[RequestStream]) -> None:
 
 @dataclass(slots=True)
 class Added:
-    """What was added to one sample: one delta, or several that came together."""
+    """One delta of a sample, or several joined."""
 
     index: int
     text: str = ""
@@ -100,7 +100,7 @@ class Added:
 
 
 def join(deltas: Sequence[Delta]) -> list[Added]:
-    """The deltas of each sample as one."""
+    """Join the deltas of each sample."""
     found: dict[int, Added] = {}
     for delta in deltas:
         added = found.get(delta.index)
@@ -114,18 +114,18 @@ def join(deltas: Sequence[Delta]) -> list[Added]:
 
 
 def event_of(data: dict[str, Any]) -> str:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
 
 
 class TextEvents:
-    r"""Events of one request in which only the text changes: all but its JSON is made once.
+    r"""Encodes events in which only the text changes; everything else is encoded once.
 
     ``json.dumps`` of a whole event takes ten times as long.
 
     Args:
-        make: From a sample's number and a text to the whole event, as ``json.dumps`` takes it.
-        num_samples: How many samples there are.
+        make: Returns the whole event, for ``json.dumps``, from a sample's number and a text.
+        num_samples: Number of samples.
 
     Example:
         >>> events = TextEvents(lambda index, text: {"index": index, "text": text}, 1)
@@ -142,12 +142,12 @@ class TextEvents:
             self._around.append((before, after))
 
     def of(self, index: int, text: str) -> str:
-        """The event that adds a text to a sample."""
+        """Return the event that adds a text to a sample."""
         before, after = self._around[index]
         return f"{before}{to_json(text)}{after}"
 
     def encode(self, deltas: Sequence[Delta]) -> bytes | None:
-        """The events of deltas, one a sample; ``None`` if one of them ends its sample."""
+        """Return the events of deltas, one a sample; ``None`` if one of them ends its sample."""
         if len(deltas) == 1:
             [delta] = deltas
             if delta.finish_reason is not None:
@@ -160,11 +160,11 @@ class TextEvents:
 
 
 def write_text(stream: RequestStream, events: TextEvents | None, write: Write) -> None:
-    """Have deltas that add text alone written to the connection as soon as they are there.
+    """Write deltas that only add text to the connection as soon as they arrive.
 
     Args:
-        stream: Whose deltas; what reads it makes the events of all others.
-        events: Makes them; ``None``: an event of this request has more than text.
+        stream: The stream; its reader encodes all other deltas.
+        events: Encodes the deltas; ``None``: this request's events have more than text.
         write: Writes to the connection.
     """
     if events is None:
@@ -184,16 +184,16 @@ async def server_sent_events(
     encode: Callable[[int, list[Delta]], bytes],
     usage_event: Callable[[Usage], str] | None,
 ) -> AsyncIterator[bytes]:
-    """The body of a streamed response, and at its end the streams are closed.
+    """Yield the body of a streamed response; close the streams at its end.
 
     Args:
-        request: Whose usage is noted.
+        request: The request, whose usage is logged.
         streams: One for each prompt.
-        encode: From a prompt's number and deltas to events, or ``b""``.
-        usage_event: The last event, from the tokens of all; ``None``: there is none.
+        encode: Returns events, or ``b""``, from a prompt's number and deltas.
+        usage_event: Returns the last event, from the usage; ``None``: there is none.
 
     Raises:
-        Exception: What a stream raised, if nothing was sent yet; later it becomes an event.
+        Exception: A stream's error, if nothing was sent yet; later errors become events.
     """
     has_begun, usage = False, Usage()
     try:
@@ -217,5 +217,5 @@ async def server_sent_events(
 
 
 def note_usage(request: Request, usage: Usage) -> None:
-    """Put the tokens of a request into its line of the log."""
+    """Add a request's token counts to its log line."""
     request.state.log.update(tokens_in=usage.prompt_tokens, tokens_out=usage.completion_tokens)

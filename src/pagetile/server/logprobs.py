@@ -19,14 +19,14 @@ def completion_logprobs(
     num_top: int,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """The ``logprobs`` of a completion.
+    """Return the ``logprobs`` of a completion.
 
     Args:
-        words: What tokens are called.
-        tokens: Of each token; ``None`` where nothing predicted it, as at a prompt's start.
+        words: Gives the text of tokens.
+        tokens: Log-probabilities; ``None`` for a prompt's first token, which nothing predicts.
         token_ids: The tokens.
-        num_top: How many alternatives were asked for.
-        offset: Where in the text the first token begins.
+        num_top: How many alternatives were requested.
+        offset: Offset in the text at which the first token begins.
     """
     names, offsets = [], []
     for token_id in token_ids:
@@ -42,7 +42,7 @@ def completion_logprobs(
 
 
 def _top(words: TokenText, token: TokenLogprobs, num_top: int) -> dict[str, float]:
-    """The alternatives by their names, the token itself among them."""
+    """Return the alternatives by their texts, the token itself among them."""
     pairs = [*token.top(num_top), (token.token_id, token.logprob)]
     found: dict[str, float] = {}
     for token_id, logprob in pairs:
@@ -53,7 +53,7 @@ def _top(words: TokenText, token: TokenLogprobs, num_top: int) -> dict[str, floa
 def chat_logprobs(
     words: TokenText, tokens: Sequence[TokenLogprobs], *, num_top: int
 ) -> dict[str, Any]:
-    """The ``logprobs`` of a chat completion's choice."""
+    """Return the ``logprobs`` of a chat completion's choice."""
     content = []
     for token in tokens:
         entry = _entry(words, token.token_id, token.logprob)
@@ -74,7 +74,7 @@ def _entry(words: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
 def prompt_logprobs(
     words: TokenText, tokens: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """The extension field ``prompt_logprobs``: for each token, a dictionary by token id."""
+    """Return the extension field ``prompt_logprobs``: for each token, a dictionary by token id."""
     return [
         None
         if token is None

@@ -15,7 +15,7 @@ class Log:
 
     Attributes:
         as_json: Whether lines are JSON objects.
-        stream: Where they go; ``None`` is stderr, as it is at that moment.
+        stream: Where they go; ``None`` is the current ``sys.stderr``.
         is_on: Whether anything is written.
     """
 
@@ -36,13 +36,13 @@ class Log:
         exc: BaseException | None = None,
         **fields: Any,
     ) -> None:
-        """Write a line about an error, with where it was raised.
+        """Write a line about an error, with the place where it was raised.
 
         Args:
             message: What happened.
-            request: The scope of the request that it happened to.
+            request: The ASGI scope of the request.
             exc: The error.
-            **fields: More to say.
+            **fields: Further fields.
         """
         if request is not None:
             fields["request_id"] = request.get("state", {}).get("request_id")
@@ -68,12 +68,12 @@ class Log:
         try:
             (self.stream or sys.stderr).write(line + "\n")
         except (OSError, ValueError):
-            self.is_on = False  # the reader of the log has gone; the server goes on
+            self.is_on = False  # the log cannot be written any more; keep serving
 
 
 def _word(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    # A line break in a value would begin a line that looks like another entry.
+    # A line break in a value could forge another log entry.
     return json.dumps(text) if not text.isprintable() or " " in text or '"' in text else text
 
 

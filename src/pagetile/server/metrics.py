@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, with our prefix."""
+"""Prometheus metrics under vLLM's names, with the prefix ``pagetile:``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metrics:
     """The metrics of one server.
 
     Args:
-        llm: The engine that they are about.
+        llm: The engine to measure.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -86,7 +86,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def watch(self, stream: RequestStream) -> None:
-        """Measure a request from now on."""
+        """Measure a request."""
         stream.on_first_token = self._note_first
         stream.on_end = self._note_end
 
@@ -137,7 +137,7 @@ class _Histogram(Collector):
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counts when metrics are asked for."""
+    """Reads the engine's counts when metrics are scraped."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm

@@ -1,4 +1,4 @@
-"""What happens to every request before its route: an id, size limits, the API key, one log line.
+"""ASGI middleware around all routes: request id, size limits, API key, log line.
 
 Plain ASGI, not Starlette's ``BaseHTTPMiddleware``: that would hide a client's disconnection.
 """
@@ -23,15 +23,15 @@ from .logs import log
 from .streaming import ClientGone
 
 OPEN_PATHS = ("/health",)
-CLIENT_GONE = 499  # nginx's, for the log: the client has closed its connection before an answer
+CLIENT_GONE = 499  # nginx's status for a client that disconnected before the response; for the log
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class ApiKeys:
-    """The keys that open the server, compared in constant time, and a cache salt for each.
+    """The accepted API keys, compared in constant time, and a cache salt for each.
 
     Args:
-        keys: Any of them opens; none at all: everybody may enter.
+        keys: The keys; empty: no key is needed.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -40,11 +40,11 @@ class ApiKeys:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed."""
+        """Return whether no key is needed."""
         return not self._digests
 
     def find(self, authorization: bytes) -> int | None:
-        """Which key an Authorization header shows; ``None`` if it shows none of them.
+        """Return the number of the key in an Authorization header; ``None`` if it has no valid one.
 
         The time it takes does not depend on which key it is, nor on how much of it is right.
         """
@@ -56,9 +56,9 @@ class ApiKeys:
         return found
 
     def cache_salt(self, key: int | None, chosen: str | None) -> str | None:
-        """What separates the cached prefixes of a key's requests from all others'.
+        """Return the salt that separates the cached prefixes of a key's requests from all others.
 
-        No client can choose another key's: the salt is a keyed hash with a secret of the process.
+        No client can choose another key's salt: it is a keyed hash with a secret of the process.
 
         Args:
             key: The number of the request's key.
@@ -87,12 +87,12 @@ def _shown_key(authorization: bytes) -> bytes:
 
 
 class Gate:
-    """The outermost application: gives ids, checks sizes and keys, and logs.
+    """The outermost application: assigns request ids, checks sizes and keys, and logs.
 
     Args:
-        app: What is called for requests that pass.
+        app: The application for requests that pass.
         keys: The API keys.
-        limits: Of sizes.
+        limits: Size limits.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, limits: Limits) -> None:
@@ -128,7 +128,7 @@ class Gate:
             if found.status >= 500:
                 log.error("request failed", request=scope, exc=error)
             if has_started:
-                raise  # the connection is closed: a response cannot be taken back
+                raise  # the response has begun, so the connection is closed instead
             await found.response()(scope, receive, send_with_id)
         finally:
             if scope["path"] not in ("/health", "/metrics", "/ready"):
@@ -172,7 +172,7 @@ class Gate:
             raise _too_large(limits)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Refuse a body that grows beyond the limit, whatever its headers say."""
+        """Refuse a body that exceeds the limit, whatever its headers say."""
         num_bytes = 0
 
         async def receive_some() -> Message:

@@ -1,4 +1,4 @@
-"""One ``/v1/responses`` request: a chat completion in the form of the Responses API."""
+"""Handles one ``/v1/responses`` request, as a chat completion in the Responses API's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .response_items import Event, ResponseItems
 from .schemas.responses import ResponsesRequest
 from .tool_parsers import Parsed
 
-# What errors of a chat request call the fields of this API.
+# Fields of a chat request, and their names in this API.
 _NAMES = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
@@ -31,10 +31,10 @@ _NAMES = {
 
 
 class ModelResponse:
-    """A response on its way through the engine.
+    """A response that the engine is generating.
 
     Attributes:
-        completion: The chat completion that makes its text.
+        completion: The chat completion that generates its text.
     """
 
     def __init__(self, body: ResponsesRequest, completion: ChatCompletion) -> None:
@@ -105,11 +105,11 @@ class ModelResponse:
             self.close()
 
     def _take(self, text: str) -> list[Event]:
-        """Take in what came next of the answer's text and of its tokens."""
+        """Return the events of new text and tokens."""
         return self._add(self._parser.feed(text)) if text else []
 
     def _end(self, output: RequestOutput) -> list[Event]:
-        """Take in what the parser held back, and end the items."""
+        """Return the events of text that the parser held back, and of the items' ends."""
         return self._add(self._parser.finish()) + self._items.finish(_item_status(output))
 
     def _add(self, parsed: Parsed) -> list[Event]:
@@ -189,12 +189,12 @@ class ModelResponse:
 
 
 def _item_status(output: RequestOutput) -> str:
-    """Of an item of output, which has no status for a failure."""
+    """Return the status of an output item, for which there is no failed status."""
     return "completed" if output.outputs[0].finish_reason == "stop" else "incomplete"
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """The error with the name that its field has in this API."""
+    """Return the error with its field's name in this API."""
     for name, own in _NAMES.items():
         field = (error.param or "").split(".")[0]
         if field == name or (error.param is None and name in error.message):

@@ -1,4 +1,4 @@
-"""The form that a request demands of its output: by ``response_format``, or by a forced call."""
+"""Structured-output constraints of a request: ``response_format`` and forced tool calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .schemas.completions import CompletionRequest
 
 
 def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParams | None:
-    """The form that a body asks for in ``response_format`` or ``structured_outputs``.
+    """Return the constraint in a body's ``response_format`` or ``structured_outputs``.
 
     Raises:
-        ApiError: With status 400: it asks for two.
+        ApiError: With status 400: both are given.
     """
     format_, asked = body.response_format, body.structured_outputs
     is_free = format_ is None or format_.type == "text"
@@ -36,7 +36,7 @@ def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParam
 
 
 def forced_call_form(body: ChatRequest) -> StructuredOutputsParams | None:
-    """The form of calls that ``tool_choice`` demands; ``None`` if it demands none.
+    """Return the constraint on calls that ``tool_choice`` forces; ``None`` if it forces none.
 
     A named tool: its arguments. ``"required"``: a list of ``{"name": …, "parameters": …}``.
     """
@@ -69,12 +69,12 @@ def forced_call_form(body: ChatRequest) -> StructuredOutputsParams | None:
 
 
 def _arguments(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object."""
+    """Return the schema of a function's arguments, which are an object."""
     return {"type": "object", **(function.parameters or {})}
 
 
 def _moved(schema: Any, number: int) -> Any:
-    """A schema whose references follow its definitions into a list shared with other tools."""
+    """Return a schema with renamed references: all tools' definitions share one list."""
     if isinstance(schema, Mapping):
         moved = {key: _moved(value, number) for key, value in schema.items()}
         reference = moved.get("$ref")

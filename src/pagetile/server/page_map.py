@@ -1,4 +1,4 @@
-"""Snapshots of the block pool for ``/pages``, and their way to the browsers that watch."""
+"""Snapshots of the block pool for ``/pages``, and the feed of them to browsers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ TEXT_CHARS = 600
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """How many blocks are in which state; free + cached + held are all of them."""
+    """Number of blocks in each state; free + cached + held is the total."""
 
     free: int
-    """Held by nothing, and with no content that could be found again."""
+    """Held by no sequence, and not in the prefix index."""
     cached: int
-    """Held by nothing; their content can be found by its prefix."""
+    """Held by no sequence, but in the prefix index."""
     held: int
     """Held by sequences."""
     shared: int
-    """Those of the held blocks that more than one sequence holds."""
+    """Held by more than one sequence."""
 
 
 def count_blocks(engine: Engine) -> PoolCounts:
-    """The pool's state now. Call it on the engine's thread."""
+    """Return the pool's current counts. Call it on the engine's thread."""
     pool, index = engine.pool, engine.scheduler.index
     cached = sum(pool.ref_count(block) == 0 for block in index) if index is not None else 0
     held = pool.num_blocks - pool.num_free
@@ -44,25 +44,25 @@ def count_blocks(engine: Engine) -> PoolCounts:
 
 
 def _count_holders(engine: Engine) -> Counter[int]:
-    """How many sequences hold each block: of those that run, or ended in a step still in flight."""
+    """Return how many sequences hold each block, those that ended in a step in flight included."""
     holders = (*engine.scheduler.running, *engine.scheduler.ended)
     return Counter(block for sequence in holders for block in sequence.table.blocks)
 
 
 def snapshot(engine: Engine, written: dict[Any, int], *, show_text: bool) -> dict[str, Any]:
-    """Every block's state and every running sequence's table, ready for JSON.
+    """Return every block's state and every running sequence's table, ready for JSON.
 
     Call it on the engine's thread.
 
     Args:
-        engine: Whose pool is drawn.
-        written: Tokens of each sequence at the last snapshot; brought up to date. Blocks that
-            were written to since then are marked.
+        engine: The engine.
+        written: Tokens of each sequence at the last snapshot, updated here. Blocks that were
+            written to since then are marked.
         show_text: Whether to include prompts and outputs.
 
     Returns:
-        ``cells``, base64 of one byte a block: 0 free, 255 cached, else how many hold it (at most
-        250); ``written``, blocks written since the last snapshot; ``sequences``; ``counts``.
+        ``cells``, base64 of one byte a block: 0 free, 255 cached, else its number of holders (at
+        most 250); ``written``, blocks written since the last snapshot; ``sequences``; ``counts``.
     """
     pool, scheduler = engine.pool, engine.scheduler
     size = engine.cache.block_size
@@ -125,7 +125,7 @@ def _describe(
 
 
 class PageFeed:
-    """Takes snapshots while a client watches, and gives each to all clients that do.
+    """Takes snapshots while clients are connected, and sends each to all of them.
 
     Args:
         llm: The engine.
@@ -141,7 +141,7 @@ class PageFeed:
         llm.thread.observers.append(self._note_step)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Snapshots in JSON as they are taken, at most five a second; a slow reader misses some."""
+        """Yield snapshots in JSON, at most five a second; a slow reader misses some."""
         frames: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=2)
         self._watchers.add(frames)
         if self._task is None or self._task.done():
@@ -162,12 +162,12 @@ class PageFeed:
                 num_tokens, self._num_tokens = self._num_tokens, 0
                 frame["tokens_per_second"] = num_tokens / max(now - last, 1e-3)
                 last = now
-                # Once for all watchers: the tables of 20 000 held blocks take 5 ms.
+                # Encoded once for all clients: the tables of 20 000 held blocks take 5 ms.
                 encoded = json.dumps(frame, separators=(",", ":")).encode()
                 for frames in self._watchers:
                     if not frames.full():
                         frames.put_nowait(encoded)
-                # From the time at which this one was due, so that its own time does not add up.
+                # Count from when this one was due, so that its own duration does not add up.
                 due = max(due + 1 / FRAMES_PER_SECOND, time.monotonic())
                 await asyncio.sleep(due - time.monotonic())
         finally:

@@ -1,4 +1,4 @@
-"""The items of a response's output, and the events that tell a stream's reader of them."""
+"""The output items of a response, and their streaming events."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..engine.logprobs import TokenLogprobs
 from .tool_parsers import Call
 
 Event = tuple[str, dict[str, Any]]
-"""Its type, without ``response.``, and its fields."""
+"""An event's type, without ``response.``, and its fields."""
 
 
 class ResponseItems:
-    """One message and any number of function calls, which grow piece by piece.
+    """One message and any number of function calls, built from pieces.
 
     A message holds all the text and the log-probabilities of all tokens; it begins with the first
     text. A call ends when the next one begins. All end with ``finish``.
 
     Args:
         new_id: Makes an id with a prefix.
-        describe: Log-probabilities in the form of the API; ``None``: they were not asked for.
+        describe: Encodes log-probabilities for the API; ``None``: they were not requested.
 
     Attributes:
         output: The items so far, as the response lists them.
@@ -35,7 +35,7 @@ class ResponseItems:
         self._new_id, self._describe = new_id, describe
         self._message: dict[str, Any] | None = None
         self._call: dict[str, Any] | None = None
-        self._held: list[dict[str, Any]] = []  # log-probabilities that no event has had
+        self._held: list[dict[str, Any]] = []  # log-probabilities not sent yet
 
     def open_message(self) -> list[Event]:
         """Begin the message, if it has not begun."""
@@ -50,7 +50,7 @@ class ResponseItems:
         }
         self._message = item
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        # The item's own list grows; the event is encoded later and shows an empty one.
+        # The event is encoded later, so it needs its own empty list: the item's list grows.
         shown = {**part, "logprobs": []}
         events = [
             self._begin(item),
@@ -60,7 +60,7 @@ class ResponseItems:
         return events
 
     def add(self, text: str, tokens: Sequence[TokenLogprobs], calls: Sequence[Call]) -> list[Event]:
-        """Take in what came next: text, the tokens of all that came, and pieces of calls."""
+        """Add new text, new tokens and pieces of calls; return the events."""
         if self._describe is not None:
             self._held += self._describe(tokens)
         events = self._add_text(text) if text else []
@@ -72,7 +72,7 @@ class ResponseItems:
         """End all items: ``completed``, or ``incomplete`` if the answer was cut off."""
         events = [] if self.output else self.open_message()
         if self._message is not None:
-            if self._held:  # of tokens without text: the end of the answer
+            if self._held:  # of tokens without text, at the end of the answer
                 events += self._add_text("")
             item = self._message
             [part] = item["content"]

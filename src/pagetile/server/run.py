@@ -1,4 +1,4 @@
-"""Running the application under uvicorn: the line at the start, and the orderly end.
+"""Runs the application under uvicorn, with a graceful shutdown.
 
 ::
 
@@ -52,7 +52,7 @@ async def serve(
     """Serve an application until a signal ends it, or its engine dies.
 
     Args:
-        app: What ``create_app`` made.
+        app: The application of ``create_app``.
         llm: Its engine; closed at the end.
         host: Address to listen at.
         port: Port; 0 takes a free one.
@@ -64,7 +64,7 @@ async def serve(
         The exit code: 0, or 3 if the engine died.
 
     Raises:
-        RequestError: The address is not to be had.
+        RequestError: The address is not available.
     """
     listener = _listen(host, port)
     config = uvicorn.Config(
@@ -87,7 +87,7 @@ async def serve(
         log.info("draining", signal=name, requests=llm.num_requests, seconds=drain_seconds)
         is_whole = await llm.drain(drain_seconds)
         log.info("drained" if is_whole else "aborted what was left")
-        await asyncio.sleep(0.1)  # the last pieces of the last answers
+        await asyncio.sleep(0.1)  # lets the last answers be sent
         server.should_exit = True
 
     def on_signal(number: int) -> None:
@@ -109,8 +109,8 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     beside: asyncio.Task[None] | None = None
-    # What is loaded by now stays. To look through it for garbage takes tenths of a second, in which
-    # every stream waits.
+    # Loaded objects stay alive. Without this a garbage collection takes tenths of a second, in
+    # which all streams stall.
     gc.collect()
     gc.freeze()
     try:

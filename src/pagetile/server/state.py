@@ -1,4 +1,4 @@
-"""What routes share: the engine, the configuration, the tokenizer's words, and the metrics."""
+"""State that routes share: engine, configuration, token texts and metrics."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Server:
         self.words = llm.engine.token_text
         self.template = ChatTemplate(self.tokenizer, config, self.check_length)
         self.pages = PageFeed(llm, show_text=config.show_text)
-        # No text of more characters can have fewer tokens than the context.
+        # A text of more characters has more tokens than the context, whatever they are.
         self._max_chars = self.max_model_len * self.words.longest
 
     @property
     def model_name(self) -> str:
-        """The name that responses report."""
+        """Return the model name that responses report."""
         return self.config.model_names[0]
 
     def check_model(self, name: str | None) -> None:
@@ -66,7 +66,7 @@ class Server:
             )
 
     def check_length(self, num_chars: int, param: str) -> None:
-        """Refuse a text that is too long for any tokenizer to make it fit.
+        """Refuse a text that is too long for the context with any tokens of the tokenizer.
 
         Raises:
             ApiError: With status 400.
@@ -92,17 +92,17 @@ class Server:
         """Queue a prompt of a request.
 
         Args:
-            request: As it came over HTTP.
+            request: The HTTP request.
             body: Its fields.
             prompt: Text or token ids.
-            params: How to continue it.
+            params: Sampling parameters.
             number: Which of the request's prompts it is.
             stream: Whether to deliver text as it comes.
             generates: See ``AsyncLLM.submit``.
 
         Raises:
-            ApiError: With status 400: the prompt is too long, or its form takes too long to
-                compile.
+            ApiError: With status 400: the prompt is too long, or the structured-output constraint
+                takes too long to compile.
         """
         if body.user is not None:
             request.state.log["user"] = body.user
@@ -127,7 +127,7 @@ class Server:
         return handle
 
     async def _compile(self, form: StructuredOutputsParams) -> None:
-        """Compile a form on a thread; the engine keeps it, so that validation finds it there."""
+        """Compile a constraint on a thread; the engine caches it for the validation."""
         seconds = self.limits.grammar_seconds
         compiling = asyncio.to_thread(self.llm.engine.compile_structured_outputs, form)
         try:
@@ -146,7 +146,7 @@ class Server:
         elif self.tokenizer is None:
             text = str(prompt[:_LOGGED_CHARS])
         else:
-            # Every token but a few special ones has at least a character.
+            # All tokens but a few special ones have at least one character.
             text = await self.llm.run_in_worker(self.tokenizer.decode, prompt[:_LOGGED_CHARS])
         fields = request.state.log
         earlier = f"{fields['prompt']}\n" if "prompt" in fields else ""
@@ -166,11 +166,11 @@ class Server:
         return int(time.time())
 
     def new_id(self, kind: str) -> str:
-        """A name for a response: ``cmpl-…``, ``chatcmpl-…``."""
+        """Return an id for a response: ``cmpl-…``, ``chatcmpl-…``."""
         return f"{kind}-{secrets.token_hex(12)}"
 
 
 def server_of(request: Request) -> Server:
-    """The server that a request came to."""
+    """Return the server of a request."""
     server: Server = request.app.state.server
     return server

@@ -1,4 +1,4 @@
-"""Responses that notice when their client has gone: server-sent events, and single answers."""
+"""Responses that end when the client disconnects: server-sent events, and single answers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ WRITE = "pagetile.write"
 """The extension of a scope that has ``DirectWrites``' function."""
 
 Write = Callable[[bytes], bool]
-"""Writes a chunk to the connection; False, and nothing written, unless that is possible now."""
+"""Writes a chunk to the connection, or returns False if it cannot be written now."""
 
 T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; there is no client to answer."""
+    """The client has closed its connection."""
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client closes its connection.
+    """Return the result of ``work``; cancel it when the client closes its connection.
 
     Raises:
-        ClientGone: It did.
+        ClientGone: The client closed it.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_gone(request.receive))
@@ -47,12 +47,12 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> 
 class DirectWrites:
     """Outermost application: lets an ``EventStream`` write its pieces to the connection itself.
 
-    A message for ``send`` passes four wrappers and h11, which take longer than a piece takes to
-    make. Where the application does not run under uvicorn's h11, or the response is not chunked,
-    pieces go the ordinary way.
+    A message for ``send`` passes four wrappers and h11, which cost more than making it. Where the
+    application does not run under uvicorn's h11, or the response is not chunked, pieces go through
+    ``send``.
 
     Args:
-        app: What is called.
+        app: The application to call.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -68,10 +68,10 @@ class DirectWrites:
 
 
 def write_chunks(cycle: RequestResponseCycle) -> Write:
-    """What writes chunks to the connection of one of uvicorn's requests."""
+    """Return a function that writes chunks to the connection of a uvicorn request."""
 
     def write(data: bytes) -> bool:
-        """Write a chunk, unless the client is behind."""
+        """Write a chunk, unless the client reads too slowly."""
         if cycle.flow.write_paused or cycle.disconnected:
             return False
         if data:  # an empty chunk would end the body
@@ -82,19 +82,19 @@ def write_chunks(cycle: RequestResponseCycle) -> Write:
 
 
 class EventStream(Response):
-    """Sends what an iterator yields, as it comes.
+    """Sends the pieces of an iterator as they come.
 
     The status is sent with the first piece, so an error before it is an ordinary response. When
-    the client goes, or takes longer than ``send_seconds`` to take a piece in, the iterator is
-    cancelled where it stands.
+    the client disconnects, or takes longer than ``send_seconds`` to receive a piece, the iterator
+    is cancelled.
 
     Args:
-        pieces: Of the body.
+        pieces: The pieces of the body.
         send_seconds: See above.
-        on_end: Called at the end, whatever it is; also when the iterator was never begun.
-        on_start: Called when the status is sent, with what writes to the connection; not called
-            where pieces cannot be written directly. What it is given may be called while the
-            iterator waits, and not while one of its pieces is being sent.
+        on_end: Called at the end in any case, even if the iterator was not started.
+        on_start: Called when the status is sent, with a function that writes to the connection; not
+            called where pieces cannot be written directly. The function may be called while the
+            iterator waits, but not while one of its pieces is being sent.
     """
 
     media_type = "text/event-stream"
@@ -119,7 +119,7 @@ class EventStream(Response):
         pump = asyncio.ensure_future(self._pump(send, write))
         watcher = asyncio.ensure_future(_until_gone(receive))
         try:
-            # One look now and then: a timeout around every piece costs more than the piece.
+            # Poll for a stuck client: a timeout around every piece costs more than the piece.
             while not (pump.done() or watcher.done() or self._is_stuck()):
                 await asyncio.wait(
                     {pump, watcher},

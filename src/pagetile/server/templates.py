@@ -1,7 +1,7 @@
-"""Conversations as prompts, off the event loop and within a time limit.
+"""Renders conversations as prompts, off the event loop and within a time limit.
 
-Transformers renders templates in Jinja's sandbox. What the sandbox does not stop is a loop that
-does not end; a template runs as Python code, so an exception can be raised inside of it.
+Transformers renders templates in Jinja's sandbox, which does not stop endless loops. A template
+runs as Python code, so raising an exception in its thread ends it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class _TookTooLong(BaseException):
 
 
 class ChatTemplate:
-    """The template that a checkpoint's conversations are written down by.
+    """A checkpoint's chat template.
 
     Args:
-        tokenizer: Of Transformers, or ``None``.
-        config: With a template of the operator's, or without.
-        check_length: Refuses a number of characters, of a field, that no context can hold.
+        tokenizer: A Transformers tokenizer, or ``None``.
+        config: May have the operator's own template.
+        check_length: Refuses a field's number of characters if no context can hold it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ChatTemplate:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="template")
 
     def knows(self, name: str) -> bool:
-        """Whether the template has a variable of this name."""
+        """Return whether the template has a variable of this name."""
         return self.source is not None and name in self.source
 
     async def render(
@@ -78,12 +78,12 @@ class ChatTemplate:
         chat_template: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Raises:
-            ApiError: With status 400: the messages are too long, a call in them has no JSON object
-                of arguments, there is no template, it refuses the messages, it took too long, or an
-                option is not for a client to set.
+            ApiError: With status 400: the messages are too long, a call's arguments are not a JSON
+                object, there is no template, it refuses the messages, it took too long, or a client
+                may not set an option.
         """
         given = [_as_given(message, f"messages.{at}") for at, message in enumerate(messages)]
         self._check_length(sum(len(message["content"]) for message in given), "messages")
@@ -137,7 +137,7 @@ class ChatTemplate:
         )
 
     async def _within(self, work: Callable[[], T], seconds: float) -> T:
-        """The result of ``work`` on a thread, which is interrupted when the time is over."""
+        """Return the result of ``work`` on a thread; interrupt it after the time limit."""
         runner = _Interruptible(work)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._threads, runner)
@@ -153,7 +153,7 @@ class ChatTemplate:
 
 
 def _as_given(message: Message, param: str) -> dict[str, Any]:
-    """A message with its text in one piece, and the arguments of calls as objects."""
+    """Return a message with its text joined, and the arguments of calls as objects."""
     try:
         return as_template_message(message.model_dump(exclude_none=True), param)
     except RequestError as error:
@@ -192,14 +192,14 @@ class _Interruptible:
 
 
 def _meet_pending_exception() -> None:
-    """Let an exception that was set but not yet raised come here, not in the thread's own code."""
+    """Make an exception that is set but not yet raised come here, not in the pool's code."""
     with suppress(_TookTooLong):
         for _ in range(1000):
             pass
 
 
 def built_in_template(name: str) -> str:
-    """The Jinja source of a template: one that comes along (``chatml``, ``plain``), or a file.
+    """Return the Jinja source of a built-in template (``chatml``, ``plain``) or of a file.
 
     Raises:
         RequestError: There is none of this name.
@@ -213,7 +213,7 @@ def built_in_template(name: str) -> str:
 
 
 def read_template(name: str | None, model: str | os.PathLike[str] | None) -> str | None:
-    """The template of a command line; for the shipped checkpoint, which has none, a plain one.
+    """Return the template of a command line; for the shipped checkpoint, which has none, ``plain``.
 
     Raises:
         RequestError: There is none of this name.

@@ -1,13 +1,13 @@
-"""Finding calls of tools in what a model writes.
+"""Parsers of tool calls in a model's output.
 
-Three forms::
+Three formats::
 
     Hermes, Qwen     text <tool_call>{"name": "f", "arguments": {…}}</tool_call> …
     Llama 3          {"name": "f", "parameters": {…}}; {"name": "g", "parameters": {…}}
     forced           by a grammar: [{"name": …, "parameters": {…}}], or one call's arguments
 
-A parser takes text piece by piece. Text that may be the beginning of a call is held back; what
-turns out to be none comes as text after all.
+A parser takes text piece by piece. It holds back text that may be the beginning of a call, and
+returns it as text if it turns out not to be one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function, or a further piece of one's arguments.
+    """A call of a function, or a further piece of its arguments.
 
     Attributes:
         index: Which of the answer's calls it is.
-        name: Of the function; ``None`` in a further piece.
+        name: The function's name; ``None`` in a further piece.
         arguments: JSON text, whole or a piece.
-        id: What the tool's answer refers to.
+        id: The id that the tool's result refers to.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Call:
 
 @dataclass
 class Parsed:
-    """What a piece of text turned out to be."""
+    """Text and calls found in a piece of output."""
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -48,7 +48,7 @@ class TextOnly:
     """No calls: everything is text."""
 
     def feed(self, text: str) -> Parsed:
-        """Pass it on."""
+        """Return the text."""
         return Parsed(text)
 
     def finish(self) -> Parsed:
@@ -85,7 +85,7 @@ class HermesParser:
         return parsed
 
     def finish(self) -> Parsed:
-        """The end: a call that was cut off is text, unless it is whole but for its end tag."""
+        """Parse the end: an incomplete call is text, unless only its end tag is missing."""
         parsed = Parsed()
         if self._is_inside:
             self._close(self._held, parsed, tail="")
@@ -107,7 +107,7 @@ class HermesParser:
                 self._is_inside = True
             return True
         if not self._is_inside:
-            # White space before a call is dropped with it, so it waits as a tag's beginning does.
+            # White space before a call is dropped, so it is held back like the beginning of a tag.
             body = self._held[: len(self._held) - _overlap(self._held, tag)]
             keep = len(body.rstrip())
             if self._num_calls == 0 or keep:
@@ -154,7 +154,7 @@ class Llama3JsonParser:
         return Parsed()
 
     def finish(self) -> Parsed:
-        """The end: calls, if all of it is."""
+        """Parse the end: calls, if all of the text is calls."""
         held, self._held = self._held, None
         if not held:
             return Parsed()
@@ -181,12 +181,12 @@ class ForcedCalls:
         self._names, self._held = names, ""
 
     def feed(self, text: str) -> Parsed:
-        """Keep it until the list is whole."""
+        """Hold the text back until the list is complete."""
         self._held += text
         return Parsed()
 
     def finish(self) -> Parsed:
-        """The calls; of a list that was cut off by a length limit, those that are whole."""
+        """Return the calls; of a list that was cut off by a length limit, the complete ones."""
         calls: list[Call] = []
         decoder, rest = json.JSONDecoder(), self._held.strip().removeprefix("[").lstrip()
         while rest and rest[0] == "{":
@@ -208,7 +208,7 @@ class NamedCall:
         self._has_begun = False
 
     def feed(self, text: str) -> Parsed:
-        """A piece of the arguments."""
+        """Return a piece of the arguments."""
         if self._has_begun:
             return Parsed("", [Call(0, None, text)] if text else [])
         self._has_begun = True
@@ -220,13 +220,13 @@ class NamedCall:
 
 
 ToolParser = TextOnly | HermesParser | Llama3JsonParser | ForcedCalls | NamedCall
-"""Takes one sample's text piece by piece by ``feed``, and its end by ``finish``."""
+"""A parser gets one sample's text piece by piece by ``feed``, and its end by ``finish``."""
 
 
 def choose_parser(
     choice: str, template: str | None
 ) -> type[HermesParser | Llama3JsonParser] | None:
-    """The parser of a checkpoint's calls; ``None`` if it has none that is known.
+    """Return the parser class of a checkpoint's calls; ``None`` if its format is not known.
 
     Args:
         choice: ``"hermes"``, ``"llama3_json"``, ``"none"``, or ``"auto"``: by the template.
@@ -245,7 +245,7 @@ def choose_parser(
 
 
 def _call(value: Any, names: Collection[str], key: str, index: int) -> Call | None:
-    """A call from its JSON; ``None`` if it is none, or of no function that was offered."""
+    """Return a call from its JSON; ``None`` if it is not a call of an offered function."""
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
     arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
@@ -268,6 +268,6 @@ def _new_id() -> str:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many characters at the end of ``text`` are a beginning of ``tag``."""
+    """Return the length of the longest end of ``text`` that is a prefix of ``tag``."""
     longest = min(len(text), len(tag) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

@@ -55,7 +55,7 @@ async def _respond(
     streams: bool | None,
     on_start: Callable[[Write], None] | None = None,
 ) -> Response:
-    """The answer in one piece or as events; what still runs when it ends is aborted."""
+    """Return the answer in one piece or as events; abort what still runs when it ends."""
     if streams:
         seconds = server_of(request).limits.send_seconds
         return EventStream(

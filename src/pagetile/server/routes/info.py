@@ -1,4 +1,4 @@
-"""What a server says about itself: models, health, version, metrics."""
+"""Models, health, version and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/pages``: the block pool, live, as a page and as a stream of snapshots."""
+"""``/pages``: the live block pool, as a web page and as a stream of snapshots."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Content = str | list[TextPart]
 
 
 class TextMessage(Body):
-    """What the user says, or what the model is told before the conversation and anywhere in it."""
+    """A message of the user, or an instruction to the model (system, developer)."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -46,7 +46,7 @@ class ToolCall(Body):
 
 
 class AssistantMessage(Body):
-    """What the model said. Fields of a response that have no content may come back as null."""
+    """An answer of the model. Empty fields of an earlier response may be sent back as null."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -59,7 +59,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """What a tool returned."""
+    """The result of a tool."""
 
     role: Literal["tool"]
     content: Content
@@ -106,7 +106,7 @@ class JsonSchema(Body):
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Every answer follows the schema exactly, whatever this says."""
+    """Every answer follows the schema exactly, whether true or false."""
 
 
 class PlainFormat(Body):
@@ -139,7 +139,7 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Given to the chat template, if that knows it."""
+    """Passed to the chat template, if it has this variable."""
     store: bool | None = None
     """Only false: the server keeps no answers."""
     service_tier: Literal["auto", "default"] | None = None
@@ -147,7 +147,7 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     echo: bool = False
-    """Begin the answer with the last message, where ``continue_final_message`` continues it."""
+    """With ``continue_final_message``: begin the answer with the last message's text."""
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -214,5 +214,5 @@ class ChatRequest(GenerationFields):
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of the answer; ``None``: as far as the context reaches."""
+        """Return the most tokens of the answer; ``None``: as many as the context allows."""
         return self.max_completion_tokens or self.max_tokens

@@ -18,7 +18,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     """A last chunk without choices that counts tokens."""
@@ -27,7 +27,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """A form that the output must have; give one of the first four."""
+    """A constraint on the output; give one of the first four."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     """A JSON schema, as an object or as text."""
@@ -67,13 +67,13 @@ class GenerationFields(Body):
     min_tokens: int | None = Field(None, ge=0)
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    """Only true: text is never changed by it here."""
+    """Only true."""
     prompt_logprobs: int | None = Field(None, ge=0)
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int = 0
-    """Only 0: requests are served in the order in which they come."""
+    """Only 0: requests are served in order of arrival."""
     request_id: str | None = Field(None, min_length=1, max_length=128)
     return_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
@@ -132,13 +132,13 @@ class GenerationFields(Body):
         logprobs: int | None,
         **more: Any,
     ) -> SamplingParams:
-        """The engine's parameters; fields left out take the checkpoint's defaults.
+        """Return the engine's parameters; missing fields take the checkpoint's defaults.
 
         Args:
-            config: With those defaults.
-            max_tokens: Longest output; ``None``: as far as the context reaches.
+            config: Has those defaults.
+            max_tokens: Longest output; ``None``: as many tokens as the context allows.
             logprobs: How many alternatives to report for each token; ``None``: nothing.
-            **more: Parameters that take the place of this body's.
+            **more: Parameters that override this body's.
 
         Raises:
             RequestError: A value is out of range.

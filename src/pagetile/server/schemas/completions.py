@@ -17,12 +17,12 @@ class CompletionRequest(GenerationFields):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=0)
-    """0 needs ``echo``: nothing is generated, the prompt is scored."""
+    """0 is for ``echo``: the prompt's log-probabilities only."""
     echo: bool = False
     """Return the prompt before its continuation; with ``logprobs``, both have them."""
     logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
-    """Only true: text becomes the tokens that the tokenizer makes of it."""
+    """Only true: the tokenizer adds its special tokens to a text."""
     response_format: ResponseFormat | None = None
 
     def check(self, limits: Limits) -> None:

@@ -18,7 +18,7 @@ class ContentPart(Body):
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = None
-    """Those of an earlier response may come back; they are not read."""
+    """May be sent back from an earlier response; ignored."""
 
 
 def _joined(content: str | list[ContentPart]) -> str:
@@ -47,7 +47,7 @@ class FunctionCallItem(Body):
 
 
 class FunctionCallOutput(Body):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -57,7 +57,7 @@ class FunctionCallOutput(Body):
 
 
 def _kind(item: Any) -> str:
-    """What an item of the input is; one without a type is a message."""
+    """Return an input item's type; an item without one is a message."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return _TAGS.get(kind, "input-message") if isinstance(kind, str) else "input-message"
 
@@ -93,7 +93,7 @@ class NamedSchemaFormat(JsonSchema):
 
 
 class TextOptions(Body):
-    """The form of the output."""
+    """Format of the output."""
 
     format: Annotated[PlainFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
 
@@ -119,7 +119,7 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    """Log-probabilities of the message's tokens; of calls' tokens, too, where there are both."""
+    """Log-probabilities of the message's tokens, and of calls' tokens if there are both."""
     top_logprobs: int | None = Field(None, ge=0)
     """How many of the likeliest alternatives come with each token."""
     metadata: (
@@ -133,10 +133,10 @@ class ResponsesRequest(Body):
 
     stop: str | list[str] | None = None
     ignore_eos: bool = False
-    """vLLM's; guidellm asks for answers of one length by it."""
+    """vLLM's extension; guidellm sets it to get answers of equal length."""
 
     def check(self) -> None:
-        """Refuse what needs a store of responses, and an input without messages.
+        """Refuse options that need stored responses, and an input without messages.
 
         Raises:
             ApiError: With status 400 and the field's name.
@@ -165,7 +165,7 @@ class ResponsesRequest(Body):
         return bool(self.include)
 
     def as_chat(self) -> ChatRequest:
-        """The chat request that has the same answer."""
+        """Return the equivalent chat request."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
