@@ -1,7 +1,7 @@
 """The command line: ``generate``, ``serve``, ``chat``, ``plan``, ``explain`` and ``bench``.
 
-Whatever goes wrong is one line on stderr. Exit codes: 2 for a user's mistake, 130 for Ctrl-C, 141
-if standard output was closed early, 1 for the rest.
+An error is one line on stderr. Exit codes: 2 for a user's mistake, 130 for Ctrl-C, 141 if standard
+output was closed early, 1 for all others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import PagetileError
 
 __all__ = ["main"]
 
-# Packages that come with an extra, and with which.
+# Packages, and the extra that installs each.
 _EXTRAS = {
     **dict.fromkeys(
         ("typer", "click", "rich", "tqdm", "transformers", "tokenizers", "safetensors"), "engine"
@@ -39,14 +39,14 @@ _VLLM_OPTIONS = {
     "--trust-remote-code": "Leave it out: no code from a checkpoint is run",
     "--enforce-eager": "Leave it out, or give enforce_eager=True to LLM in Python",
 }
-"""What takes the place of an option that only vLLM has."""
+"""vLLM's options that are missing here, and what to use instead."""
 
 _PLAIN = {
     "Value error, ": "",
     "Input should be a valid integer, unable to parse string as an integer": "expected an integer",
     "Input should be a valid number, unable to parse string as a number": "expected a number",
 }
-"""Phrases of the library that converts options, and what is printed instead."""
+"""Phrases of the option-parsing library, and what is printed instead."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -58,8 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    # Before torch is there: its OpenMP threads wait for work by spinning. Beside other programs
-    # that made a step 4 to 20 times slower; without, the smallest models lose a fifth.
+    # Must be set before torch is imported: its OpenMP threads would wait by spinning. Beside other
+    # programs that makes a step 4 to 20 times slower; without it the smallest models lose a fifth.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from .app import run
@@ -77,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """What to say about an error, and the exit code."""
+    """Return the message for an error, and the exit code."""
     if isinstance(error, PagetileError):
         return str(error), 2
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRAS:
@@ -107,7 +107,7 @@ def _plain(message: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    # Messages of other packages have line breaks; what reads a log wants one line.
+    # Messages of other packages may have line breaks; print one line.
     line = " ".join(f"pagetile: {message}".split())
     try:
         sys.stderr.write(line + "\n")
@@ -118,6 +118,6 @@ def _fail(message: str, code: int) -> int:
 
 
 def _silence(stream: TextIO) -> None:
-    """Let what is still to be flushed when Python ends go nowhere, instead of failing once more."""
+    """Discard output that Python would flush at its end, so that it does not fail once more."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

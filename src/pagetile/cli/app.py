@@ -1,4 +1,4 @@
-"""The commands and what ``--help`` says of them. Nothing here waits for torch."""
+"""The commands and their help. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import bench, chat, explain, generate, plan, serve
 from .options import show_help
 
 COMPLETE = "_PAGETILE_COMPLETE"
-"""Environment variable by which a shell asks for completions of what is typed so far."""
+"""Environment variable with which a shell requests completions."""
 
 app = typer.Typer(
     name="pagetile",

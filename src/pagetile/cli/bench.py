@@ -1,4 +1,4 @@
-"""``pagetile bench``: our operations beside PyTorch's, with errors and least times."""
+"""``pagetile bench``: errors and times beside PyTorch's operations, with lower bounds."""
 
 from __future__ import annotations
 
@@ -271,5 +271,5 @@ def _in(unit: str, seconds: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """Format a number with three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

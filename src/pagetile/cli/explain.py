@@ -1,4 +1,4 @@
-"""``pagetile explain``: pages, tiles, bytes and windows in pictures, with the numbers behind."""
+"""``pagetile explain``: pictures of pages, tiles, bytes and windows, with their numbers."""
 
 from __future__ import annotations
 

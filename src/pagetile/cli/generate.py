@@ -1,4 +1,4 @@
-"""``pagetile generate``: prompts in, text out, and what the cache did."""
+"""``pagetile generate``: continues prompts, and reports the use of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text on its way to the terminal."""
+"""Printing to the terminal: text, streams and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_table(first: str, *others: str) -> Table:
-    """An empty table of numbers under headers; what its rows are called stands on the left."""
+    """Return an empty table of numbers with headers; row names are on the left."""
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2), header_style="dim")
     table.add_column(first, no_wrap=True)
     for header in others:
@@ -28,7 +28,7 @@ def make_table(first: str, *others: str) -> Table:
 
 
 def stream_one(deltas: Iterator[Delta], before: str, console: Console) -> None:
-    """Write text as it comes, with what stands before it, and end the line."""
+    """Write text as it comes, after a prefix, and end the line."""
     with console.status("Computing the prompt"):
         first = list(islice(deltas, 1))
     text = before
@@ -70,7 +70,7 @@ def print_in_order(deltas: Iterator[Delta], run: Run, *, echo: bool, show_bar: b
 
 
 def wide_console() -> Console:
-    """For a table: what is not a terminal is as wide as a table may be, and cuts no number."""
+    """Return a console for tables; without a terminal it is wide enough not to cut numbers."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -78,7 +78,7 @@ def wide_console() -> Console:
 
 
 def aligned(rows: Mapping[str, str]) -> Text:
-    """Names and values in two columns."""
+    """Return names and values in two columns."""
     width = max(map(len, rows))
     lines = [Text.assemble((f"{name:{width}}  ", "dim"), value) for name, value in rows.items()]
     return Text("\n").join(lines)

@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, a file, a pipe, or nowhere."""
+"""Prompts from the command line, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BUILT_IN = 'def read_config(path):\n    """Read a configuration file.'
 
 
 def read_prompts(words: Sequence[str], file: Path | None) -> list[str]:
-    """The prompts to continue.
+    """Return the prompts to continue.
 
     Args:
-        words: Those of the command line.
-        file: One to read, ``-`` for standard input.
+        words: Prompts of the command line.
+        file: A file with one prompt, ``-`` for standard input.
 
     Raises:
         RequestError: Two sources are given, or the text is empty or not UTF-8.
@@ -36,7 +36,7 @@ def read_prompts(words: Sequence[str], file: Path | None) -> list[str]:
 
 
 def _is_piped() -> bool:
-    """Whether someone has put text into standard input, and not just left it open or closed it."""
+    """Return whether standard input is a pipe or file with text, not just open or closed."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):
@@ -45,7 +45,7 @@ def _is_piped() -> bool:
 
 
 def _read(text: bytes, source: str) -> str:
-    """Text without its last line break: many tokenizers join that with the next line's indent."""
+    """Decode without the last line break, which many tokenizers join with the next indentation."""
     prompt = _decode(text, source)
     return prompt.removesuffix("\n").removesuffix("\r") or prompt
 
@@ -62,5 +62,5 @@ def _decode(text: bytes, source: str) -> str:
 
 
 def _check(word: str, source: str) -> str:
-    """Python keeps bytes of the command line that are not UTF-8 as surrogates."""
+    """Check a word; bytes that are not UTF-8 come as surrogates from the command line."""
     return _decode(os.fsencode(word), source)

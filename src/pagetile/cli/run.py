@@ -1,4 +1,4 @@
-"""One run of the engine, watched: its pace, its peak, and the table that tells of them."""
+"""Measures one run of the engine: speed, peak of held blocks, and a table of both."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 def load(**options: Any) -> LLM:
-    """A model with options of ``LLM``."""
+    """Load a model with options of ``LLM``."""
     from ..engine.llm import LLM
 
     llm = LLM(**options)
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # its tokenizers warn of long prompts, which the engine refuses
+    logging.set_verbosity_error()  # of tokenizers about long prompts, which the engine refuses
     return llm
 
 
 class Run:
-    """Watches an engine while prompts are continued.
+    """Measures an engine while prompts are continued.
 
     Args:
-        engine: A new one: prompts are expected under the request ids 0, 1, ….
-        prompts: Their texts.
-        n: Samples of each.
-        max_tokens: How long each may become.
+        engine: A new engine, whose request ids are the prompts' numbers.
+        prompts: The prompts' texts.
+        n: Samples of each prompt.
+        max_tokens: The most tokens of each sample.
         watch: Whether to keep a page map.
 
     Attributes:
@@ -44,11 +44,11 @@ class Run:
         num_output_tokens: Tokens so far.
         seconds: Time so far.
         first_tokens: Seconds from the start to each prompt's first token.
-        errors: What failed, and why.
+        errors: Failed samples, and why.
         num_cut: Continuations that had no room for ``max_tokens``.
         num_steps: Steps of the engine so far.
-        page_map: Of the step in which most blocks were held, the last one of equals.
-        peak_step: Which step that was, counted from 1.
+        page_map: The page map of the last step with the most held blocks.
+        peak_step: That step's number, counted from 1.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Run:
             engine.on_step = self._look
 
     def name(self, prompt: int, sample: int) -> str:
-        """What a continuation is called, its numbers as in Python's lists."""
+        """Return the name of a continuation, numbered from 0."""
         words = [f"prompt {prompt}"] if len(self.prompts) > 1 or self._n == 1 else []
         words += [f"sample {sample}"] if self._n > 1 else []
         return ", ".join(words)
 
     def measure(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
-        """Pass on what is generated, and count it."""
+        """Yield deltas, and count them."""
         start = time.perf_counter()
         for delta in deltas:
             self.seconds = time.perf_counter() - start
@@ -105,7 +105,7 @@ class Run:
 
 
 def cache_report(engine: Engine, run: Run) -> Text:
-    """What the cache did and how fast it went, in two aligned columns."""
+    """Return the counts of the cache and the speed, in two aligned columns."""
     counts, size = engine.counts, engine.cache.block_size
     rows = {
         "blocks in use": f"{counts.peak_blocks:,} of {engine.pool.num_blocks:,} at the peak, "

@@ -223,7 +223,7 @@ def serve(
 
 
 def _summary(llm: AsyncLLM, config: ServerConfig, url: str) -> str:
-    """What is served, where, and how many tokens fit."""
+    """Return the line printed at the start: model, address, and how many tokens fit."""
     engine = llm.engine
     tokens = engine.cache.num_blocks * engine.cache.block_size
     return (

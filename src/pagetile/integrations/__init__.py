@@ -1,1 +1,1 @@
-"""Drop-ins for other libraries' models."""
+"""Swin models of other frameworks, and vLLM's operators, on pagetile's kernels."""

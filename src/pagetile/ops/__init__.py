@@ -1,1 +1,1 @@
-"""One folder an operation: contract, reference and every implementation, side by side."""
+"""The operations, a folder each: contract, checks, reference and implementations."""

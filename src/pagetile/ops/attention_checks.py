@@ -68,7 +68,7 @@ def check_options(sliding_window: int | None, logits_soft_cap: float | None) -> 
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise DTypeError unless ``value`` is True or False: any text would be true."""
+    """Raise DTypeError unless ``value`` is True or False; other values have a truth value, too."""
     if not isinstance(value, bool):
         raise DTypeError(f"{name} is {value!r}, expected True or False")
 
@@ -107,13 +107,13 @@ def default_scale(q: Tensor) -> float:
 
 
 def is_size(value: Any, *, least: int = 0, bits: int = 31) -> bool:
-    """Return whether it is an integer, and no tensor, from ``least`` to less than ``2 ** bits``."""
+    """Return whether a value is an integer, not a tensor, in ``[least, 2 ** bits)``."""
     is_whole = isinstance(value, (Integral, SymInt)) and not isinstance(value, bool)
     return is_whole and bool(least <= value < 1 << bits)
 
 
 def whole_window(sliding_window: Any) -> Any:
-    """Return it as an int of at most 2⁴⁰, so that differences fit in 64 bits."""
+    """Return a window as an int of at most 2⁴⁰, so that differences fit in 64 bits."""
     if sliding_window is None:
         return None
     check_options(sliding_window, None)

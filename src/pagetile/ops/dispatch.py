@@ -1,4 +1,4 @@
-"""Choose an implementation: ask an ordered list of modules, and keep their reasons."""
+"""Choice of an implementation: the first module of an ordered list that supports a problem."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..device import DeviceInfo
 from ..errors import UnsupportedError
 
 _DEVICES = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}
-"""The kind of device that an implementation is for, by the first word of its name. On other devices
-it is not imported."""
+"""The device type of an implementation, by the first word of its name. It is not imported for
+other devices."""
 
 _NEW_ENOUGH = (9, 0)
 """A compute capability that satisfies every kernel."""
@@ -26,7 +26,7 @@ def choose(
 ) -> Any:
     """Return the first module of ``names`` that can run ``problem``; a named one runs or raises.
 
-    Only a named one may run on another kind of device: a GPU's kernels, interpreted on a CPU.
+    Only a named one may run on another device type: GPU kernels interpreted on a CPU.
     """
     if impl not in ("auto", *names):
         raise UnsupportedError(f"impl is {impl!r}, expected 'auto' or one of {', '.join(names)}")

@@ -1,10 +1,10 @@
-"""Call an operator's function directly, when no dispatcher but autograd needs to see the operator.
+"""Direct calls of an operator's functions, where only autograd needs to see the operator.
 
 torch passes a custom operator and its gradient through several dispatchers, which takes the host
-some 115 µs for a forward and a backward; a small kernel runs in ten. Compilers, tracers, dispatch
-modes and subclasses of ``Tensor`` need the operator, and transforms (``torch.func``) need it in a
-``torch.autograd.Function`` with a ``setup_context``. Plain eager code needs neither: there the same
-functions run as a plain ``torch.autograd.Function``. The backward pass decides again.
+some 115 µs for a forward and a backward pass; a small kernel takes ten. Compilers, tracers,
+dispatch modes and subclasses of ``Tensor`` need the operator, and ``torch.func`` needs it in a
+``torch.autograd.Function`` with a ``setup_context``. Plain eager code needs neither, so there the
+same functions run as a plain ``torch.autograd.Function``. The backward pass checks again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_recorded(*inputs: Any) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode differentiation (``jvp``) is active, for whichever tensors."""
+    """Return whether forward-mode differentiation (``jvp``) is active for any tensor."""
     return forward_ad._current_level >= 0
 
 
@@ -74,7 +74,7 @@ def has_tangent(*inputs: Any) -> bool:
 
 
 def refuse_tangents(name: str, *inputs: Any) -> None:
-    """Raise UnsupportedError for tangents: torch would take a kernel's derivative for zero."""
+    """Raise UnsupportedError for tangents: torch would treat a kernel's derivative as zero."""
     if has_tangent(*inputs):
         raise UnsupportedError(
             f"{name} has no forward-mode derivative (jvp, jacfwd): use reverse mode (backward, "
@@ -147,10 +147,10 @@ def make_ways(
 
     Args:
         name: Shown by profiles and ``grad_fn``.
-        forward: From inputs to one output, or to a tuple of them.
+        forward: Returns one output, or a tuple of them, from the inputs.
         operator: The same for torch's dispatchers.
-        remember: From the context, inputs and outputs to what the context keeps.
-        differentiate: From the context and the outputs' gradients to those of all inputs.
+        remember: Saves for backward, from the context, inputs and outputs.
+        differentiate: Returns all inputs' gradients, from the context and the outputs' gradients.
     """
     watched = _make_watched(name, operator, remember, differentiate)
     return _make_function(name, forward, remember, differentiate), watched
@@ -202,7 +202,7 @@ def _make_function(
     def call(*inputs: Any) -> Any:
         if is_recorded(*inputs):
             return function.apply(*inputs)
-        # To autograd the results are views of nothing, as an operator's are.
+        # Like an operator's, the results must not be views to autograd.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(*inputs)
 

@@ -1,7 +1,7 @@
-"""Eight-bit caches and their scales: an element is its stored 8-bit value times a scale.
+"""Scales of 8-bit caches: an element is its stored 8-bit value times a scale.
 
-A scale belongs to a whole cache, to a KV head, or to a token's KV head. It is the same for all
-elements of a row, so no kernel multiplies elements by it::
+There is one scale for a cache, for each KV head, or for each token and KV head. All elements of a
+row have the same scale, so kernels multiply scores and weights by it, not elements::
 
     s[n] = (q · k[n]) * k_scale[n]          out = Σ_n (p[n] * v_scale[n]) v[n]
 """
@@ -21,12 +21,11 @@ from ..tiles.types import ALL_FLOATS
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 """The element types of 8-bit caches, and the largest value that is written in each.
 
-An int8 stops at ±127: with -128 the negative of a key would not be the key's negative, and a
-scale of amax / 127 covers both ends alike.
+int8 uses ±127 only, so that the range is symmetric and the scale is amax / 127.
 """
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""The scale of a token whose numbers are all 0: 0 / 0 would be NaN."""
+"""The scale of a token whose elements are all 0: 0 / 0 would be NaN."""
 
 _TOKEN = "num_blocks block_size num_kv_heads"
 
@@ -48,7 +47,7 @@ def bind_scales(
     """Check the scales of a pair of caches, whose shapes agree already.
 
     Returns:
-        What a scale belongs to, and both scales in that shape: ``"none"``; ``"head"``,
+        The kind of scale, and both scales in its shape: ``"none"``; ``"head"``,
         ``[num_kv_heads]``, to which a scale of one number is expanded (stride 0); or
         ``"token"``, ``[num_blocks, block_size, num_kv_heads]``.
 
@@ -81,7 +80,7 @@ def _find_kind_of_forms(*forms: Any) -> str:
 
 
 def find_kind(k_scale: Form | None, v_scale: Form | None, k_cache: Form, v_cache: Form) -> str:
-    """Return what a scale belongs to, checked as by ``bind_scales``, from the tensors' forms."""
+    """Return the kind of scale, checked as by ``bind_scales``, from the tensors' forms."""
     k_kind = _find_kind("k_scale", k_scale, "k_cache", k_cache)
     v_kind = _find_kind("v_scale", v_scale, "v_cache", v_cache)
     if k_kind != v_kind:

@@ -50,7 +50,7 @@ def paged_attention_v1(
         num_kv_heads: A divisor of ``num_heads``.
         scale: Multiplies q · k.
         block_tables: int32 ``[num_seqs, max_num_blocks_per_seq]``.
-        seq_lens: int32 ``[num_seqs]``: keys of a sequence, the new token's included.
+        seq_lens: int32 ``[num_seqs]``: keys of each sequence, the new token's included.
         block_size: Tokens of a block: a power of two from 8 to 256.
         max_seq_len: At least the longest sequence's length.
         alibi_slopes: float32 ``[num_heads]``; adds ``slope · (key position - last position)``.
@@ -60,7 +60,7 @@ def paged_attention_v1(
         v_scale: The same for values.
         tp_rank: Shifts the block-sparse pattern by that many GPUs' heads.
         blocksparse_local_blocks: Sparse blocks at a sequence's end that every head sees.
-        blocksparse_vert_stride: Every how many sparse blocks one more is seen; up to 1: all are.
+        blocksparse_vert_stride: Every n-th sparse block is visible, too; up to 1: all are.
         blocksparse_block_size: Tokens of a sparse block.
         blocksparse_head_sliding_step: By how much the pattern shifts from query head to query head,
             or, negative, from KV head to KV head.
@@ -130,8 +130,8 @@ def paged_attention_v2(  # noqa: D417 (the others are above)
         query: This and all others as for ``paged_attention_v1``.
 
     Raises:
-        ShapeError: As there, or there are too few partitions.
-        DTypeError: As there.
+        ShapeError: As ``paged_attention_v1``, or there are too few partitions.
+        DTypeError: As ``paged_attention_v1``.
     """
     _attend(
         (out, exp_sum, max_logits, tmp_out), query, key_cache, value_cache, num_kv_heads, scale,

@@ -1,4 +1,4 @@
-"""What the operators ask of their arguments, checked before anything is launched."""
+"""Argument checks of the operators, made before any launch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class BlockSparse(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is left out."""
+        """Return whether any block is left out."""
         return self.vert_stride > 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes and types of a call; lengths are data."""
+    """Sizes and element types of a call."""
 
     num_seqs: int
     num_heads: int
@@ -59,12 +59,12 @@ class Problem:
 
     @property
     def kernel_sizes(self) -> tuple[int, int, int, torch.dtype, torch.dtype]:
-        """What a GPU's kernel is compiled for."""
+        """The parameters that a GPU kernel is compiled for."""
         return self.group, self.head_size, self.block_size, self.q_dtype, self.kv_dtype
 
     @property
     def x(self) -> int:
-        """Elements of a key that lie side by side."""
+        """Adjacent elements of a key: x."""
         return packing(self.kv_dtype)
 
 
@@ -109,10 +109,10 @@ def bind_attention(
     """Check the tensors of a call by their forms.
 
     Args:
-        forms: Of out, query, key_cache, value_cache, block_tables and seq_lens.
-        optional: Of alibi_slopes, k_scale, v_scale, exp_sum, max_logits and tmp_out, or None.
-        num_kv_heads: As the caller says it.
-        block_size: As the caller says it.
+        forms: Forms of out, query, key_cache, value_cache, block_tables and seq_lens.
+        optional: Forms of alibi_slopes, k_scale, v_scale, exp_sum, max_logits, tmp_out, or None.
+        num_kv_heads: The caller's argument.
+        block_size: The caller's argument.
 
     Raises:
         ShapeError: Sizes, strides or devices disagree.

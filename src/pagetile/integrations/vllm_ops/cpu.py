@@ -1,4 +1,4 @@
-"""Decode over an x-packed cache on a CPU: the pages as they lie, one item a partition of keys.
+"""Decode over an x-packed cache on a CPU, without conversion; a work item is a partition of keys.
 
 A block of keys is ``[head_size / x, block_size, x]``: sixteen lanes in a row are ``16 / x`` tokens,
 ``x`` columns each. They are multiplied by the same columns of the query, repeated for each token,
@@ -133,7 +133,7 @@ def _mix_tile(acc, v, bases, head_size, block_size, num_keys, p, tile, num_rows)
 
 @inner()
 def _fetch_ahead(cache, tables, at, base, step, size, line):
-    """Ask for a head's part of the block that ``tables[at]`` names, a cache line at a time."""
+    """Prefetch a head's part of the block ``tables[at]``, cache line by cache line."""
     start = base + np.int64(tables[at]) * step
     for element in range(start, start + size, line):
         prefetch(cache, element)
@@ -179,7 +179,7 @@ def _make_scratch(call):
 
 @inner()
 def _take_items(call, scratch):
-    """Take items (a sequence, a KV head, a partition) until there are none."""
+    """Compute work items (sequence, KV head, partition) until none are left."""
     (
         acc_parts, m_parts, l_parts, counter, q, k, v, tables, seq_lens, slopes,
         num_seqs, num_heads, num_kv_heads, head_size, block_size, x, max_parts, part_size, scale,

@@ -20,32 +20,32 @@ _MAX_CACHED_CALLS = 64
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """Groups of neighbouring sequences whose first blocks are the same.
+    """Groups of adjacent sequences that share their first blocks.
 
     Four sequences, of which the first three share two blocks of 16 tokens:
 
         cu_group_seqs = [0, 3, 4]        prefix_lens = [32, 0]
         block_tables  = [[7, 2, 5], [7, 2, 8], [7, 2, 0], [4, ·, ·]]
 
-    An ``impl`` computes each sequence's own keys. The prefixes have a kernel of their own on GPUs,
-    or, of many rows, the prefill kernel.
+    ``impl`` is for each sequence's own keys. On GPUs the prefixes have another kernel, or, with
+    many rows, the prefill kernel.
     """
 
     cu_group_seqs: torch.Tensor
     """int32 ``[num_groups + 1]``: where each group's sequences start; from 0 to ``num_seqs``. A
-    group may be empty, so that one recorded call serves other numbers of groups."""
+    group may be empty, so that one captured call serves other numbers of groups."""
     prefix_lens: torch.Tensor
-    """int32 ``[num_groups]``: tokens that a group shares, whole blocks; no new token among them,
-    and 0 of an empty group."""
+    """int32 ``[num_groups]``: tokens that a group shares, whole blocks without new tokens; 0 for
+    an empty group."""
     max_group_tokens: int | None = None
-    """At least the most new tokens of a group, a host integer; ``None``: all of the batch."""
+    """Upper bound of a group's new tokens, a host integer; ``None``: all of the batch."""
     max_prefix_len: int | None = None
-    """At least the longest prefix, a host integer; ``None``: ``max_seq_len``. Whether sharing is
-    used depends on it."""
+    """Upper bound of ``prefix_lens``, a host integer; ``None``: ``max_seq_len``. It decides whether
+    sharing is used."""
     passes: tuple[PagedBatch, PagedBatch] | None = None
-    """What ``shared_prefixes.lay_out`` returned for this batch, once for all layers of a model;
-    ``None``: every call lays it out. Lengths, tables and groups must not change in between. They
-    are read while the kernel in front of a call still runs."""
+    """The result of ``shared_prefixes.lay_out`` for this batch, shared by a model's layers;
+    ``None``: every call computes it. Lengths, tables and groups must not change in between, also
+    not by the kernel before a call, which may still run when they are read."""
 
     @property
     def num_groups(self) -> int:
@@ -82,15 +82,15 @@ class PagedBatch:
     cu_seqlens_q: torch.Tensor
     """int32 ``[num_seqs + 1]``: where each sequence's new tokens start in ``q``."""
     max_query_len: int
-    """At least the most new tokens of a sequence. A host integer: planning never waits."""
+    """Upper bound of a sequence's new tokens, a host integer, so that planning never waits."""
     max_seq_len: int
-    """At least the most keys of a sequence."""
+    """Upper bound of a sequence's keys, a host integer."""
     shared_prefixes: SharedPrefixes | None = None
-    """Prefixes that are read once for all sequences of a group."""
+    """Prefixes to read once for all sequences of a group."""
     allows_early_reads: bool = False
-    """Whether a call may read tables, lengths and the keys ahead of new tokens while the kernels in
-    front of it still run, which then write no more than queries and the new tokens' keys and
-    values. Hopper's decode makes use of it. Decision 31 says when that is safe."""
+    """Whether a call may read tables, lengths and old keys while the previous kernels still run.
+    These may then write only queries and the new tokens' keys and values. Hopper's decode uses it.
+    Decision 31 says when that is safe."""
 
     @staticmethod
     def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:
@@ -117,10 +117,10 @@ class PagedBatch:
             blocks: Each sequence's blocks, in the order of its tokens: ``BlockTable.blocks``.
             seq_lens: All keys of each sequence, the new tokens included.
             query_lens: New tokens of each sequence; ``None``: one each.
-            device: Where the tensors go.
+            device: Device of the tensors.
 
-        Tables are padded with -1, which is not a block id: a table too short for its sequence
-        raises an error, on a GPU under ``PAGETILE_DEBUG=1``.
+        Tables are padded with -1, so a table that is too short for its sequence raises an error in
+        a call (on a GPU under ``PAGETILE_DEBUG=1``).
 
         Raises:
             ShapeError: The lists differ in length, a length is negative, or a sequence has more new
@@ -212,7 +212,7 @@ class PagedBatch:
 
 def _integers(name: str, numbers: Any, hint: str = "") -> array[int]:
     try:
-        if isinstance(numbers, (bytes, bytearray)):  # which an array takes for its own memory
+        if isinstance(numbers, (bytes, bytearray)):  # an array would take them as raw memory
             raise TypeError("bytes are not numbers")
         return array("i", numbers)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""The argument contract of paged_attention: checked always, before any work.
+"""The argument contract of paged_attention, always checked before any work.
 
-All of it is in the tensors' forms and a few numbers, so a form is validated once, and calls of a
-form that was validated are looked up (``calls``).
+It concerns only the tensors' forms and a few numbers, so each form is validated once, and calls of
+a validated form are looked up (``PagedBatch.calls``).
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def check_types(batch: Any, **arguments: Any) -> None:
 
 
 def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
-    """Raise DTypeError for what is not a plan or name, or a plan for another implementation.
+    """Raise DTypeError for a wrong type of plan or name, or a plan for another implementation.
 
-    Raise ShapeError for splits of a size that kernels cannot divide by.
+    Raise ShapeError for a split size that kernels do not support.
 
     Args:
         plan: As for ``paged_attention``.
-        impl: As there.
+        impl: As for ``paged_attention``.
         runs: The name of the implementation that runs, where it is known.
     """
     if not isinstance(impl, str):

@@ -1,9 +1,9 @@
-"""How a problem is cut into tiles and splits: pure functions of host integers and a device.
+"""Launch plans of paged attention: tiles and splits, from host integers and the device only.
 
-Every implementation with a choice of tiles has its part here: ``cpu`` (``tiles.cpu.plan``), the
-decode kernels of ``triton`` and ``hopper``, Triton's prefill and ``hopper_prefill``. Tiles of the
-decode kernels are measured: ``decode_tiles.json`` holds what ``python -m benchmarks tune`` found
-fastest, by the GPU's name and the kind of problem; elsewhere a formula chooses.
+Plans of all implementations are made here: ``cpu`` (``tiles.cpu.plan``), the decode kernels of
+``triton`` and ``hopper``, Triton's prefill and ``hopper_prefill``. Decode tiles are measured:
+``decode_tiles.json`` has the fastest ones that ``python -m benchmarks tune`` found, by the GPU's
+name and the kind of problem; for others a formula chooses.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ GPU_SPLIT_SIZE = 1024
 """Keys of one split where a result must not depend on the batch."""
 
 PREFIX_ROWS = 64
-"""Most rows of a tile of the kernel for shared prefixes: of 64, two CTAs fit a multiprocessor."""
+"""Most rows of a tile of the kernel for shared prefixes: with 64, two CTAs fit a multiprocessor."""
 
 MOST_PREFIX_SPLITS = 32
-"""Of a shared prefix; a token's merge reads a state of each."""
+"""Most splits of a shared prefix; the merge reads a state of each for every token."""
 
 MERGED_ROWS = 16
 """Up to this many rows of a head, the CTA that stores its last split merges all of them."""
@@ -52,37 +52,37 @@ MERGING_CTAS = 4
 """CTAs of a merge on a multiprocessor, at most: more take longer than more rows of each."""
 
 WIDE_MERGING_CTAS = 14
-"""The same where most heads are in several wide splits: few rows of each are loaded at once."""
+"""The same where most heads have several wide splits, of which few rows are loaded at once."""
 
 LEAST_SIZE = 128
-"""Keys for which storing and merging the state of many rows pays."""
+"""Fewest keys of a CTA for which storing and merging the state of many rows is worthwhile."""
 
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
 
 MOST_MERGED = 32
-"""At least so many splits are merged one after the other; more may be merged in groups first, which
-takes another round of stores, counting and loads (2 µs)."""
+"""Up to this many splits one CTA merges all; more may be merged in groups first, which takes
+another round of stores, counting and loads (2 µs)."""
 
 WHOLE_SIZE = 256
 """Keys that a CTA reads in the time that merging two splits takes."""
 
 LINE_BYTES = 128
-"""Of the L2 cache. Neighbouring heads that share a line are read together, in one tile."""
+"""Bytes of a line of the L2 cache. Neighbouring heads that share a line are read in one tile."""
 
 NARROW = 80
-"""Up to this width four heads may be read together, and wider ones two: four of 112 are slower."""
+"""Up to this width four heads may be read together, above it two: four heads of 112 are slower."""
 
 LEAST_JOINED = 32
-"""Joined heads of all sequences, at least. Of fewer, each would be in so many more splits that
-merging them takes what reading saves."""
+"""Fewest joined heads of all sequences: with fewer, merging more splits costs what reading
+saves."""
 
 IN_FLIGHT = 80 << 10
-"""Bytes in flight of joined heads with which a multiprocessor reads fastest: more are slower."""
+"""Bytes in flight with which a multiprocessor reads joined heads fastest; more are slower."""
 
 _FEW_SPLITS = 8
 _BUSY_BYTES = 60 << 10
-"""In flight of a CTA that has a multiprocessor for itself, with room for what is being computed."""
+"""Bytes in flight of a CTA that has a multiprocessor to itself, beside the tile being computed."""
 _HALVES = (torch.float16, torch.bfloat16)
 _ROWS_OF_WARPGROUP = 64
 
@@ -99,7 +99,7 @@ class GpuPlan:
     """
 
     path: str
-    """``"decode"``, ``"prefill"`` or, of a prefix that sequences share, ``"prefix"``."""
+    """``"decode"``, ``"prefill"``, or ``"prefix"`` for a prefix that sequences share."""
     tile_m: int
     """Rows of a tile."""
     tile_n: int
@@ -111,28 +111,28 @@ class GpuPlan:
     num_programs: int
     """CTAs of a launch that walks a work queue; 0: one CTA for each tile of rows."""
     halving_size: int = 0
-    """Keys: half of the CTAs take part where their ranges of the queue would have fewer."""
+    """Only half of the CTAs take part where a CTA's range would have fewer keys than this."""
     split_size: int = 0
     whole_size: int = 0
-    """Where CTAs have little work, which is found on the device, a sequence of up to so many keys
-    is not divided."""
+    """Sequences of up to this many keys are not split where CTAs have little work, which the
+    kernel decides from the lengths."""
     least_size: int = 0
-    """Keys that a CTA reads at least, unless others have none."""
+    """Fewest keys of a CTA."""
     merge_rows: int = 0
-    """Rows a CTA of the launch that merges splits; 0: the last CTA of a head merges its splits."""
+    """Rows per CTA of the merge launch; 0: the last CTA of a head merges its splits."""
     short_split_size: int = 0
-    """Longer sequences are divided at multiples of so many keys then; 0: of ``tile_n``."""
+    """Longer sequences are then split at multiples of this many keys; 0: of ``tile_n``."""
     max_registers: int = 0
     """Register cap per thread; 0 means the compiler's default."""
     fetch_registers: int = 0
     """Register cap per thread of a loading warp."""
     divides_keys: bool = False
-    """Whether CTAs may share the keys of a tile of a prefill's rows: how many is chosen on the
-    device, from the lengths, and they are one where tiles occupy all multiprocessors."""
+    """Whether a prefill's keys may be split: the kernel chooses the number of splits from the
+    lengths, 1 where tiles occupy all multiprocessors."""
     unpacks: bool = False
-    """Whether an 8-bit cache's blocks are unpacked to 16 bits first, in a launch of their own."""
+    """Whether an 8-bit cache's blocks are unpacked to 16 bits first, in another launch."""
     tile_heads: int = 1
-    """Neighbouring KV heads whose keys and rows are of one tile."""
+    """Neighbouring KV heads that share a tile."""
 
 
 Plan = CpuPlan | GpuPlan
@@ -144,7 +144,7 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
 
     Args:
         problem: A call.
-        device: Where it would run; it need not be this machine's.
+        device: The device, which need not be this machine's.
         batch_invariant: Whether a sequence's result must have the same bits whatever other
             sequences are in the batch. On a CPU it always has; on a GPU it costs some of decode's
             speed, and holds among batches of one ``max_query_len``. Decode then keeps a partial
@@ -205,7 +205,7 @@ def refuse_hopper_prefill(problem: Problem) -> str | None:
 
 
 def _is_grouped(problem: Problem) -> bool:
-    """Whether ``hopper_decode`` can multiply more than 16 rows, by products of a warpgroup."""
+    """Return whether ``hopper_decode`` can take more than 16 rows, by ``wgmma``."""
     sizes = problem.head_size, problem.v_head_size
     return problem.kv_dtype.itemsize == 2 and min(sizes) > 32 and max(sizes) <= 128
 
@@ -237,7 +237,7 @@ def make_gpu_plan(
     """
     if problem.rows > (16 if _is_bulky(problem) else DECODE_ROWS):
         return _make_triton_prefill_plan(problem, device, batch_invariant)
-    # A result that must not depend on the batch has the tiles of one sequence.
+    # For a batch-invariant result, choose the tiles of one sequence.
     asked = replace(problem, num_seqs=1) if batch_invariant else problem
     tiles = choose_decode_tiles(asked, device, hopper)
     problem = problem.join_kv_heads(tiles.tile_heads)
@@ -281,15 +281,15 @@ def make_gpu_plan(
 
 
 def fit_beside(plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: DeviceInfo) -> GpuPlan:
-    """Return the plan of a decode with as many CTAs as suit the prefill in front of it.
+    """Return the plan of a decode beside a prefill, with a suitable number of CTAs.
 
-    A CTA of the prefill has a multiprocessor for itself. Where few have tiles, decode gets what
-    fits beside them, so that none of its CTAs waits for their end. Where all have several, CTAs of
-    decode begin one after the other, and smaller ones end at about the same time.
+    A CTA of the prefill occupies a multiprocessor. If few have tiles, decode gets the others, so
+    that none of its CTAs waits. If all have several, CTAs of decode start one after the other, and
+    smaller ones end at about the same time.
 
     Args:
-        plan: Of the short sequences of a mixed batch.
-        prefill: Of the others.
+        plan: The plan of the short sequences of a mixed batch.
+        prefill: The plan of the others.
         problem: The call.
         device: A Hopper GPU.
     """
@@ -372,7 +372,7 @@ def _make_triton_prefill_plan(
         is_8_bit=problem.kv_dtype.itemsize == 1,
         is_small=device.is_small,
     )
-    split_size = GPU_SPLIT_SIZE if batch_invariant else 0  # of short sequences
+    split_size = GPU_SPLIT_SIZE if batch_invariant else 0  # for short sequences
     return GpuPlan("prefill", *tiles, num_programs=0, split_size=split_size)
 
 
@@ -396,7 +396,7 @@ def make_prefix_plan(problem: Problem, device: DeviceInfo, num_rows: int) -> Gpu
     tile_m = min(most, max(16, power_of_2(num_rows)))
     tile_n, num_stages = tiles.tile_n, tiles.num_stages
     if tile_m == PREFIX_ROWS and problem.width <= 128 and tile_n == 64:
-        # Registers are left, and splits are of more equal length.
+        # There are free registers, and splits become more equal.
         tile_n, num_stages = 32, 4
     return GpuPlan(
         "prefix",
@@ -409,14 +409,14 @@ def make_prefix_plan(problem: Problem, device: DeviceInfo, num_rows: int) -> Gpu
 
 
 def choose_prefix_splits(problem: Problem, plan: GpuPlan, num_keys: int) -> int:
-    """Return how many splits of a prefix there is room for; the kernel chooses how many there are.
+    """Return the most splits of a prefix, of which the kernel chooses a number.
 
-    As many as give every CTA one if all tokens are of one group; up to 16, which a merge loads at
-    once, twice as many, since other tokens may be of no group.
+    Enough to give every CTA one split if all tokens belong to one group; twice as many up to 16,
+    which a merge loads at once, since other tokens may belong to no group.
 
     Args:
         problem: A call.
-        plan: Of ``make_prefix_plan``.
+        plan: The plan of ``make_prefix_plan``.
         num_keys: At least the longest prefix.
     """
     tiles = -(-problem.num_tokens * problem.group // plan.tile_m) * problem.num_kv_heads
@@ -426,14 +426,14 @@ def choose_prefix_splits(problem: Problem, plan: GpuPlan, num_keys: int) -> int:
 
 
 def _is_bulky(problem: Problem) -> bool:
-    """Whether many rows of a decode tile leave no room for keys, or for their own results."""
+    """Return whether a decode tile of many rows leaves no room for keys or results."""
     return problem.width > (128 if _multiplies_float32(problem) else 256)
 
 
 def _choose_merge_rows(
     problem: Problem, device: DeviceInfo, *, batch_invariant: bool, is_wide: bool
 ) -> int:
-    """Return how many rows of a head a CTA merges: few, but so that all CTAs run at once."""
+    """Return how many rows of a head a CTA merges: as few as let all CTAs run at once."""
     if batch_invariant:
         return 8
     ctas = WIDE_MERGING_CTAS if is_wide else MERGING_CTAS
@@ -444,7 +444,7 @@ def _choose_merge_rows(
 
 
 def _has_wide_splits(problem: Problem, device: DeviceInfo) -> bool:
-    """Whether heads are divided among CTAs, and the state of a row is of more than 64 columns."""
+    """Return whether heads are split among CTAs and have more than 64 columns."""
     pairs = problem.num_seqs * problem.num_kv_heads
     return 64 < problem.width <= 128 and pairs <= device.num_workers
 
@@ -463,15 +463,15 @@ def _align(programs: int, pairs: int) -> int:
         fitting = (whole if whole >= 0.95 * splits else splits) * pairs
     else:
         fitting = next(n for n in range(programs, 0, -1) if pairs % n == 0)
-    # With many heads a CTA few of them are cut, and every multiprocessor counts.
-    # Where lengths differ, ranges end anywhere, and idle multiprocessors are a loss.
+    # With many heads per CTA few of them are cut, so using every multiprocessor matters more.
+    # With unequal lengths, ranges end within heads anyway.
     return fitting if fitting >= 0.95 * programs and pairs <= 4 * programs else programs
 
 
 def short_len(problem: Problem) -> int:
-    """Return the new tokens up to which a sequence of a prefill goes to decode; 0: none does.
+    """Return the most new tokens of a sequence that goes to decode in a mixed batch; 0: none does.
 
-    A prefill tile of so few rows would be nearly empty, and one CTA would walk all its keys.
+    A prefill tile of so few rows would be nearly empty, and one CTA would read all its keys.
     """
     is_mixed = problem.num_tokens < problem.num_seqs * problem.max_query_len
     return SHORT_ROWS // problem.group if is_mixed else 0
@@ -483,7 +483,7 @@ def power_of_2(size: int) -> int:
 
 
 def _multiplies_float32(problem: Problem) -> bool:
-    """Whether products are of float32, as those of two different types of 16 bits are."""
+    """Return whether products are float32, as for two different 16-bit types."""
     q, kv = problem.q_dtype, problem.kv_dtype
     return torch.float32 in (q, kv) or (kv.itemsize == 2 and q != kv)
 
@@ -515,8 +515,8 @@ def choose_decode_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> D
 
     Args:
         problem: A call of few new tokens a sequence.
-        device: Where it runs.
-        hopper: Whether by ``hopper_decode``.
+        device: The GPU.
+        hopper: Whether for ``hopper_decode``.
     """
     found = _measured().get(device.name, {}).get(kind_of(problem, hopper))
     if found is not None:
@@ -525,7 +525,7 @@ def choose_decode_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> D
 
 
 def kind_of(problem: Problem, hopper: bool) -> str:
-    """Return, in words, what the choice of decode tiles depends on.
+    """Return the kind of problem, a key of ``decode_tiles.json``.
 
     Example:
         >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
@@ -551,10 +551,10 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
 def _choose_tile_heads(problem: Problem) -> int:
     """Return how many neighbouring KV heads ``hopper_decode`` reads together.
 
-    As many as end with a line of the L2 cache, if their rows fit a tile and the batch is large.
+    As many as fill whole lines of the L2 cache, if their rows fit a tile and the batch is large.
     """
     itemsize = problem.kv_dtype.itemsize
-    # With visible_blocks, neighbours have other keys.
+    # With visible_blocks, neighbouring heads read different keys.
     if itemsize != 2 or problem.scale_kind != "none" or problem.max_visible is not None:
         return 1
     heads, most = 1, 4 if problem.width <= NARROW else 2

@@ -1,4 +1,4 @@
-"""One call of paged attention: its arguments, their form, the problem, and the cached result.
+"""Data types of a call of paged attention: arguments, form, problem, cached dispatch.
 
 ::
 
@@ -22,7 +22,7 @@ from .batch import PagedBatch
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, with defaults filled in: what an implementation is given."""
+    """The arguments of one call, with defaults filled in, for an implementation."""
 
     q: Tensor
     k_cache: Tensor
@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """All of a call but the elements of its tensors; validation is valid for every such call."""
+    """Shapes, strides, types and scalars of a call, validated once for all equal calls."""
 
     q: Form
     k_cache: Form
@@ -74,7 +74,7 @@ def form_of(arguments: Arguments) -> CallForm:
     """Return the form of a call.
 
     Raises:
-        AttributeError: An argument that has to be a tensor is none.
+        AttributeError: An argument that must be a tensor is not one.
     """
     q, k_cache, v_cache, batch, scale, causal, window, cap, *optional = arguments
     return CallForm._make(
@@ -111,7 +111,7 @@ def has_aligned_rows(k_cache: Form, v_cache: Form, has_aligned_caches: bool) -> 
 
 @dataclass(frozen=True)
 class Problem:
-    """A call as a plan sees it: host integers and element types only, so planning is pure."""
+    """Sizes and element types of a call: all that a plan depends on."""
 
     num_seqs: int
     num_tokens: int
@@ -125,7 +125,7 @@ class Problem:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     scale_kind: str = "none"
-    """What one scale is for: ``"head"``, ``"token"`` (a token's KV head), or ``"none"``."""
+    """Kind of scale: one per ``"head"``, one per ``"token"`` and head, or ``"none"``."""
     is_aligned: bool = True
     """Whether every token's head begins at a multiple of 16 bytes in both caches."""
     logits_soft_cap: float | None = None
@@ -135,7 +135,7 @@ class Problem:
     """Visible keys up to a query's own; None: all."""
 
     def __hash__(self) -> int:
-        """Return the hash, computed once: a call looks several things up by its problem."""
+        """Return the hash, computed once, since a call makes several look-ups by its problem."""
         known = self.__dict__.get("_hash")
         if known is None:
             known = hash(tuple(getattr(self, field.name) for field in fields(self)))
@@ -153,7 +153,7 @@ class Problem:
         return self.num_heads // self.num_kv_heads
 
     def join_kv_heads(self, count: int) -> Problem:
-        """Return the call with ``count`` neighbouring KV heads each as one of all their rows."""
+        """Return the problem with every ``count`` neighbouring KV heads joined into one."""
         return self if count == 1 else replace(self, num_kv_heads=self.num_kv_heads // count)
 
     @property
@@ -168,7 +168,7 @@ class Problem:
 
 
 class CachedCall:
-    """A form of calls that was validated, and the prepared function that runs them."""
+    """A validated form of call, and the prepared function that runs it."""
 
     __slots__ = ("_alignment", "_has_same_form", "num_blocks", "problem", "run", "softmax_scale")
 
@@ -181,13 +181,13 @@ class CachedCall:
         self.num_blocks = form.k_cache.shape[0]
 
     def matches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
-        """Return whether a call that differs in these at most has this form.
+        """Return whether a call that may differ in these arguments only has this form.
 
-        Takes less host time than describing them. False for a form that was not recorded.
+        It is faster than describing them. False until ``record`` was called.
         """
         is_same = self._has_same_form is not None and self._has_same_form(q, k_cache, v_cache)
         return is_same and self._alignment == alignment(q, k_cache, v_cache, out)
 
     def record(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Match calls like this one, which has this form."""
+        """Match calls whose arguments are like these, which have this form."""
         self._has_same_form = recogniser(q, k_cache, v_cache)

@@ -7,12 +7,12 @@
     pass 2: each sequence ×                                  ▒▒▒▒▒   (its own keys)
     merge:  out = Σ exp(lse_i - lse) out_i
 
-The second pass is a call of ``paged_attention`` on a batch derived on the device, so lengths stay
-data and a captured call serves other lengths. So is the first one on a CPU, and on Hopper for
-hundreds of rows, which the prefill kernel computes faster; otherwise, and where ``impl`` names the
-decode kernel, ``triton_prefixes`` computes it. A call has positions of its own. That moves ALiBi's
-biases of a row by a constant: its ``out`` stays, and its ``lse`` is corrected. Sinks belong to the
-second pass.
+The second pass is a call of ``paged_attention`` on a batch derived on the device, so a captured
+call serves other lengths. So is the first pass on a CPU, and on Hopper for hundreds of rows, for
+which the prefill kernel is faster. Otherwise, and where ``impl`` names the decode kernel,
+``triton_prefixes`` computes it. In the first pass rows have other positions, which adds a constant
+to a row's ALiBi biases: its ``out`` stays, and its ``lse`` is corrected. Sinks belong to the second
+pass.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .problem import Arguments, Problem, form_of
 
 GPU_BYTES = 256 << 20
 _CPU_BYTES = 1 << 20
-"""Bytes of keys and values that sharing must save, to pay for the second pass, the merge and what
-lays both out. A GPU also finds part of what is shared in its L2 cache: measured on an H200, 127 MiB
-beside 500 of others' keys did not pay (128 and 142 µs), and 469 did (61 and 29)."""
+"""Fewest bytes of keys and values that sharing must save, to outweigh the second pass, the merge
+and the layout. A GPU also finds part of a shared prefix in its L2 cache: on an H200, saving 127 MiB
+beside 500 of other keys was slower (128 and 142 µs), and saving 469 faster (61 and 29)."""
 
 _MOST_ROWS = 512
-"""Rows (new tokens × group) up to which Hopper's prefill kernel, which divides keys into splits of
-1024 and more, leaves too many multiprocessors idle."""
+"""Up to this many rows (new tokens × group) Hopper's prefill kernel, whose splits have 1024 keys
+and more, would leave too many multiprocessors idle."""
 
 
 def pays(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
@@ -67,9 +67,9 @@ def run(
     """Compute a call in two passes.
 
     Args:
-        problem: Of the call.
+        problem: The call's problem.
         attend: Computes a call of a batch without shared prefixes.
-        call: Without ``visible_blocks`` and ``sliding_window``.
+        call: A call without ``visible_blocks`` and ``sliding_window``.
         impl: As for ``paged_attention``.
     """
     batch, shared = call.batch, call.batch.shared_prefixes
@@ -93,7 +93,7 @@ def _has_kernel(problem: Problem, shared: SharedPrefixes, device: DeviceInfo, im
     """Return whether ``triton_prefixes`` computes the first pass."""
     if device.kind != "cuda":
         return False
-    if impl == "hopper":  # which takes up to 64 rows, fewer than a group may have
+    if impl == "hopper":  # hopper_decode takes up to 64 rows, and a group may have more
         return True
     tokens = _most_tokens(problem, shared)
     if device.capability != (9, 0) or tokens * problem.group <= _MOST_ROWS:
@@ -119,11 +119,11 @@ def _launch_kernel(
 def lay_out(batch: PagedBatch, block_size: int) -> tuple[PagedBatch, PagedBatch]:
     """Return the batches of both passes: of the prefixes, and of each sequence's own keys.
 
-    Every call lays them out, unless ``SharedPrefixes.passes`` has them: layers of a model share
-    them.
+    A model's layers can share the result (``SharedPrefixes.passes``); otherwise every call computes
+    it.
 
     Args:
-        batch: With shared prefixes.
+        batch: A batch with shared prefixes.
         block_size: Tokens of a block.
     """
     shared = batch.shared_prefixes
@@ -157,7 +157,7 @@ def _lay_out(
     seqs = torch.arange(num_seqs, dtype=torch.int32)
     group = torch.searchsorted(groups[1:], seqs, right=True)
     group = group.clamp_max(max(0, shared.num_groups - 1))
-    firsts = groups[:-1].clamp_max(max(0, num_seqs - 1))  # of an empty group: any
+    firsts = groups[:-1].clamp_max(max(0, num_seqs - 1))  # for an empty group any is right
     sources = torch.cat([firsts.long(), seqs.long()])
     skipped = torch.cat([0 * lens, lens[group]]) // block_size
     at = torch.arange(width) + skipped[:, None]
@@ -167,7 +167,7 @@ def _lay_out(
 
 
 def _find_moves(batch: PagedBatch, prefixes: PagedBatch, num_tokens: int) -> Tensor:
-    """Return how far the first pass moved each row relative to keys, ``[num_tokens]``."""
+    """Return how far the first pass shifts each row's position, ``[num_tokens]``."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=batch.seq_lens.device)
 
     def positions(passes: PagedBatch) -> Tensor:

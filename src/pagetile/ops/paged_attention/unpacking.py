@@ -1,8 +1,8 @@
-"""When prefill over an 8-bit cache unpacks its blocks first, and the numbers of the cost rule.
+"""The rule by which prefill over an 8-bit cache unpacks its blocks first, and its constants.
 
-Every tile of queries that reads a key converts it, or one kernel converts all keys once and the
-kernel for caches of 16 bits reads the result (decision 35). Host integers only: what is chosen
-does not depend on lengths that only the device knows.
+Either every tile of queries converts the keys that it reads, or one kernel converts all keys once
+and the kernel for 16-bit caches reads the result (decision 35). The choice depends on host integers
+only, not on lengths that only the device knows.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from __future__ import annotations
 from .problem import Problem
 
 PAGE = 128
-"""Keys of a page of unpacked ones: whole tiles of the forward kernel, copied as one box each."""
+"""Keys of an unpacked page: whole tiles of the forward kernel, one TMA box each."""
 
 MOST_BYTES = 512 << 20
-"""Of unpacked keys and values, at most."""
+"""Most bytes of unpacked keys and values."""
 
 MOST_SEQS = 2048
-"""Sequences of a call, at most: each program looks through all of them."""
+"""Most sequences of a call, since each program reads all their lengths."""
 
 # By a run on an H200 (decision 35); an H100 has less bandwidth, which RATE allows for.
 CONVERTING = 0.2e-12
-"""Seconds that one multiprocessor takes longer for a row, and an element of the key or the value
-that it sees, where the element is converted for every tile of rows."""
+"""Extra seconds of a multiprocessor per row and element of a visible key or value, where elements
+are converted for every tile of rows."""
 UNPACKING = 8e-6
-"""Seconds of a further launch, and of the loads that wait for each other in it."""
+"""Seconds of another launch and its dependent loads."""
 RATE = 2.6e12
-"""Bytes a second: an element is read as one byte, and written as two."""
+"""Bytes a second of unpacking: an element is read as one byte and written as two."""
 
 
 def can_unpack(problem: Problem, short: int) -> bool:
     """Return whether blocks of a call over an 8-bit cache can be unpacked: whether there is room.
 
-    Scales of tokens multiply scores, which the kernel for caches of 16 bits does not do. If they
-    multiplied keys, these would be rounded, and the log-sum-exp would be off by as much.
+    Scales for each token multiply scores, which the kernel for 16-bit caches does not do. Keys
+    times a scale would be rounded, and the log-sum-exp would be off by as much.
 
     Args:
         problem: A call.
-        short: Sequences with up to so many new tokens are left to another launch.
+        short: Sequences with up to this many new tokens are left to another launch.
     """
     if problem.scale_kind != "head" or problem.num_seqs > MOST_SEQS:
         return False
@@ -46,12 +46,12 @@ def can_unpack(problem: Problem, short: int) -> bool:
 
 
 def count_pages(problem: Problem, short: int, longest: int) -> int:
-    """Return at least how many pages the unpacked keys of a call take.
+    """Return an upper bound of the pages of a call's unpacked keys.
 
     Args:
         problem: A call.
-        short: Sequences with up to so many new tokens are left to another launch.
-        longest: At least the most keys of a sequence.
+        short: Sequences with up to this many new tokens are left to another launch.
+        longest: Upper bound of a sequence's keys.
     """
     return _count_seqs(problem, short) * _pages_of(problem, longest)
 
@@ -61,15 +61,15 @@ def estimate(
 ) -> tuple[float, float]:
     """Return the seconds that converting keys for every tile costs, and those of unpacking first.
 
-    Converting takes as long as all rows' keys on all multiprocessors, or as one tile's on one where
-    tiles are few. Bounds are taken for lengths, which makes unpacking seem to take longer than it
-    does where lengths differ.
+    Converting takes as long as all rows' keys on all multiprocessors or, with few tiles, as one
+    tile's on one. Upper bounds stand for lengths, so unpacking is overestimated where lengths
+    differ.
 
     Args:
         problem: A call over an 8-bit cache.
         num_workers: Multiprocessors.
         tile_m: Rows of a tile.
-        short: Sequences with up to so many new tokens are left to another launch.
+        short: Sequences with up to this many new tokens are left to another launch.
         divides_keys: Whether several multiprocessors may share the keys of a tile.
     """
     size = problem.head_size + problem.v_head_size
@@ -85,12 +85,12 @@ def estimate(
 
 
 def _count_seqs(problem: Problem, short: int) -> int:
-    """Return at least how many sequences have more than ``short`` new tokens."""
+    """Return an upper bound of the sequences with more than ``short`` new tokens."""
     return min(problem.num_seqs, problem.num_tokens // (short + 1))
 
 
 def _pages_of(problem: Problem, longest: int) -> int:
-    """Return at least how many pages hold the keys of a sequence that its new tokens see."""
+    """Return an upper bound of the pages that a sequence's new tokens see."""
     pages = -(-longest // PAGE)
     if problem.sliding_window is None:
         return pages

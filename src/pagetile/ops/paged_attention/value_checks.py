@@ -1,8 +1,8 @@
 """Checks of the values in a batch's tensors, on the host.
 
-A kernel that trusted a wrong length or block id would read, or write, memory of others. So every
-integer that it is going to use is compared with the tensors that it indexes, once, before
-anything is written: 16384 table entries take about 2 microseconds on a CPU.
+With a wrong length or block id a kernel would read or write out of bounds. So every integer is
+compared with the tensors that it indexes, before anything is written: 16384 table entries take
+about 2 microseconds on a CPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _find_fault(
     max_query_len: int,
     max_seq_len: int,
 ) -> tuple[int, int, int]:
-    """Return the first wrong value: which message, its sequence, its index in the table."""
+    """Return the first wrong value: number of the message, sequence, index in the table."""
     if cu_seqlens_q[0] != 0:
         return _START, 0, 0
     for seq in range(len(seq_lens)):
@@ -69,7 +69,7 @@ def _find_fault(
         if used > max_blocks:
             return _TABLE, seq, 0
         row = block_tables[seq * table_stride : seq * table_stride + used]
-        highest = np.uint32(0)  # a negative id is a large one without its sign
+        highest = np.uint32(0)  # as unsigned, a negative id is a large one
         for i in range(used):
             highest = max(highest, np.uint32(row[i]))
         if used > 0 and highest >= num_blocks:
@@ -86,7 +86,7 @@ def check_visible_blocks(visible_blocks: Tensor, seq_lens: Tensor, block_size: i
 
     Args:
         visible_blocks: As for ``paged_attention``, on the host.
-        seq_lens: Likewise.
+        seq_lens: The batch's ``seq_lens``, on the host.
         block_size: Slots of a block.
     """
     counts = -(-seq_lens // block_size)
@@ -115,7 +115,7 @@ def check_shared_prefixes(batch: PagedBatch, block_size: int) -> None:
     """Raise ShapeError unless groups cover the batch and prefixes are whole, old blocks.
 
     Args:
-        batch: With shared prefixes, on the host.
+        batch: A batch with shared prefixes, on the host.
         block_size: Slots of a block.
     """
     shared = batch.shared_prefixes
@@ -167,9 +167,9 @@ def check_values(
         problem: The call's sizes.
         batch: The call's batch, for its host integers and strides.
         num_blocks: Blocks of the caches.
-        cu_seqlens_q: The batch's tensors as NumPy arrays, here and below.
-        seq_lens: As there.
-        block_tables: All rows and what lies between them, one-dimensional.
+        cu_seqlens_q: The batch's tensor as a NumPy array, like the next two.
+        seq_lens: One length per sequence.
+        block_tables: All rows and the memory between them, one-dimensional.
     """
     max_blocks = batch.block_tables.shape[1]
     fault, seq, i = _find_fault(

@@ -1,4 +1,4 @@
-"""The public function: contract and defaults."""
+"""``window_attention``: contract and defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The argument contract of window_attention: checked always, in microseconds, before any work."""
+"""The argument contract of window_attention, always checked before any work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS = "num_windows num_heads num_tokens head_size"
 
 
 class _TensorForms(NamedTuple):
-    """The shapes and element types of ``Operands``' tensors, all that is checked of them."""
+    """The shapes and element types of ``Operands``' tensors."""
 
     q: Form
     k: Form
@@ -124,10 +124,10 @@ def _check_offsets(offsets: tuple[int, ...], table_size: int) -> None:
 
 
 def _grid_steps(offsets: tuple[int, ...]) -> list[int]:
-    """The differences between neighbours along each axis, if ``offsets`` come from ``rel_offsets``.
+    """Return the steps of ``offsets`` along each axis, if they come from ``rel_offsets``.
 
-    Empty for other tokens or another order, which say nothing about the table. In a whole window,
-    each step is an odd multiple of the one before: ``2·w - 1``.
+    Empty for other tokens or another order, from which the table's size does not follow. In a whole
+    window, each step is an odd multiple of the one before: ``2·w - 1``.
     """
     steps, grid, left = [1], [offsets[0]], offsets
     while len(left) > 1:

@@ -1,4 +1,4 @@
-"""Positions and regions of the tokens of windows: one integer a token, never N × N."""
+"""Positions and regions of the tokens of windows, as one integer per token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import check_tensors
 from ..attention_checks import is_size
 
-_MOST_ROWS = 2**31 - 1  # of a table, which int32 offsets index
+_MOST_ROWS = 2**31 - 1  # of a table that int32 offsets can index
 
 
 def rel_offsets(
@@ -130,7 +130,7 @@ def as_sizes(name: str, sizes: Any, *, least: int = 1) -> tuple[int, ...]:
     """Return ``sizes`` as a tuple of integers, one for each axis.
 
     Raises:
-        ShapeError: It is something else, or a size is below ``least``.
+        ShapeError: They are not integers, one for each axis, or one is below ``least``.
     """
     try:
         listed = tuple(sizes)
@@ -155,12 +155,14 @@ def partition(numbers: Tensor, window: Sequence[int]) -> Tensor:
 def clamp(
     grid: Sequence[int], window: Sequence[int], shift: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return window and shift for a map; an axis no longer than the window clamps it, unshifted.
+    """Return window and shift for a map; along an axis no longer than the window it is clamped.
+
+    It is then not shifted along that axis.
 
     Args:
         grid: Tokens of the map along each axis.
         window: Sizes, as from ``as_sizes``.
-        shift: Likewise.
+        shift: Sizes, as from ``as_sizes``.
 
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
@@ -191,8 +193,8 @@ def regions_from_mask(mask: Tensor) -> Tensor:
 
     Args:
         mask: Floating ``[num_windows, num_tokens, num_tokens]``, 0 within a region and one other
-            value between regions. That is -100 in every Swin, and ``window_attention``'s
-            ``mask_value``: where it is another, give it there.
+            value between regions. If that is not -100, pass it to ``window_attention`` as
+            ``mask_value``.
 
     Returns:
         int16 ``[num_windows, num_tokens]`` on the device of ``mask``.

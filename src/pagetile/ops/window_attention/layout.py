@@ -1,4 +1,4 @@
-"""A map cut into windows and joined again: padding, roll and partition as one index.
+"""Padding, roll and partition of a map into windows, and the way back, as one index.
 
 ::
 
@@ -28,7 +28,7 @@ from .geometry import clamp, partition, rel_offsets, shift_regions
 
 
 class Layout(NamedTuple):
-    """The places of a map's tokens in its windows."""
+    """Index between the tokens of a map and their places in windows."""
 
     grid: tuple[int, ...]
     tokens: Tensor
@@ -51,7 +51,7 @@ def layout(
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
     """
-    # Under a tracing mode the tensors are fake, and must not be cached.
+    # Under a tracing mode the tensors are fake, so they must not be cached.
     make = _make if _get_current_dispatch_mode() is None else _make.__wrapped__
     return make(grid, window, shift, device)
 
@@ -122,7 +122,7 @@ def _take_tokens(x: Tensor, tokens: Tensor, padded: Tensor, places: Tensor) -> T
 
 
 def gather_rows(x: Tensor, index: Tensor, absent: Tensor, filling: Tensor | None) -> Tensor:
-    """Return ``x[:, index]``, with ``filling`` or zeros where the index is negative: at ``absent``.
+    """Return ``x[:, index]``; at ``absent``, where the index is negative, ``filling`` or zeros.
 
     On a CPU ``index_select`` is as fast as a copy; a GPU takes a kernel (``triton/gather_rows``).
     """

@@ -38,7 +38,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``."""
     refuse_tangents("window_attention", *inputs)
     if has_dispatch_observers(*inputs):
-        check(operands(*inputs))  # here, where an error has no compiler around it
+        check(operands(*inputs))  # checked here so that errors do not come from inside a compiler
         out, lse = _operator_call(*inputs)
     else:
         out, lse = _function(*inputs)

@@ -50,7 +50,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Problem:
-    """What choosing an implementation and a plan depends on: host integers and element types."""
+    """Sizes and element types of a call: all that the choice of implementation and plan needs."""
 
     num_windows: int
     num_heads: int
@@ -66,9 +66,9 @@ class Problem:
     has_regions: bool = False
     mask_dtype: torch.dtype | None = None
     learned_dtypes: tuple[torch.dtype, ...] = ()
-    """Of the table or bias and the logit_scale, those that are given."""
+    """Names of the given learned inputs: table or bias, and logit_scale."""
     cosine: bool = False
-    """Whether q and k are normalised, as Swin v2 does."""
+    """Whether q and k are normalised, as in Swin v2."""
 
     @property
     def has_bias(self) -> bool:

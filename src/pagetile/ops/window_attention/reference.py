@@ -1,4 +1,4 @@
-"""Window attention in eager torch: the definition of correct, and of its gradient."""
+"""Reference of window attention and its gradient, in eager torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
-    """Scores, bias and mask, softmax, output. Tests compare its autograd with ``backward``."""
+    """Return the output and log-sum-exp. Tests compare its autograd with ``backward``."""
     scores, _, _ = _scores(x)
     lse = torch.logsumexp(scores, dim=-1)
     out = _weights(scores, lse) @ x.v.to(scores.dtype)
@@ -20,7 +20,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
 def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """The gradient of ``forward``, from the inputs, the result and what flows back into it.
+    """Return the gradient of ``forward``, from the inputs, the results and their gradients.
 
     ::
 
@@ -113,8 +113,8 @@ def _normalise_gradient(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:
 def saturate(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a gradient of normalised rows to their type, clamped to the range of float16.
 
-    A row of zeros has a gradient of up to 1 / eps. Further back it is multiplied by zeros (that
-    row's input was padding), and 0 · inf is NaN.
+    A row of zeros (padding) has a gradient of up to 1 / eps, which is later multiplied by 0; inf
+    would give NaN.
     """
     if dtype == torch.float16:
         gradient = gradient.clamp(-65504, 65504)

@@ -1,13 +1,13 @@
-"""Attention in the windows of a whole map: pads, rolls and cuts it by one index.
+"""Window attention over a whole map, which is padded, rolled and partitioned by one index.
 
 There are two copies: a row of q, k and v for each place of the windows, and a row of the result for
 each token. In the first layer of Swin UNETR at 96³ (48³ tokens, 3 heads of 16, bfloat16) they move
 66 + 21 MB and take 30 of a call's 180 µs on an H200; padding, rolling and cutting took 455 µs.
 
-A kernel that read through the index would save these copies. But all kernels here, on every
-backend and in both directions, address a window's rows by one stride. On a map, only 7 tokens in a
-row are adjacent, and padded ones are elsewhere: every kernel would need a second way to load rows,
-and a third to store gradients, to save a sixth of calls that are a twentieth of a training step.
+A kernel that reads through the index would save these copies. But all kernels here address a
+window's rows by one stride, and on a map only 7 tokens in a row are adjacent. Every kernel would
+need a second way to load rows and a third to store gradients, to save a sixth of calls that are a
+twentieth of a training step.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def shifted_window_attention(
         rel_offsets: int32 ``[num_tokens]`` of a clamped window. ``None``: the first ones of
             ``window``'s, with which MONAI's checkpoints were trained. The true ones of a window
             ``w`` that was clamped are ``rel_offsets(w, table_window=window)``.
-        mask_value: As for ``window_attention``, like all that follows.
-        softmax_scale: As there.
-        logit_scale: As there.
-        qk_norm_eps: As there.
-        impl: As there.
+        mask_value: As for ``window_attention``.
+        softmax_scale: As for ``window_attention``.
+        logit_scale: As for ``window_attention``.
+        qk_norm_eps: As for ``window_attention``.
+        impl: As for ``window_attention``.
 
     Returns:
         ``AttentionOutput(out, lse)``: ``out`` ``[batch, *grid, num_heads, head_size]``,
