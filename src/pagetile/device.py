@@ -1,4 +1,4 @@
-"""What the hardware is: the only file that asks it anything."""
+"""Hardware queries; no other file makes any."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a plan needs to know of a device; tests make their own."""
+    """Properties of a device that plans depend on; tests make their own."""
 
     kind: str
     """``"cpu"`` or ``"cuda"``."""
     num_workers: int
-    """Threads that torch may use on a CPU, multiprocessors of a GPU."""
+    """Number of torch's threads on a CPU, or of multiprocessors on a GPU."""
     name: str = ""
     bf16_dot: bool = False
     """Whether kernels on a CPU multiply pairs of bfloat16 (AVX512-BF16)."""
     capability: tuple[int, int] = (0, 0)
     """A GPU's compute capability: (9, 0) is Hopper."""
     shared_memory: int = 0
-    """Bytes that a program may have on a GPU; 0: not known."""
+    """Most bytes of shared memory of a program on a GPU; 0: not known."""
 
     @property
     def is_small(self) -> bool:
-        """Whether a program has 99 KiB of shared memory, as on GPUs that are not for servers."""
+        """Whether a program has only 99 KiB of shared memory, as on consumer GPUs."""
         return 0 < self.shared_memory < 160 << 10
 
     @staticmethod
     def of(device: torch.device) -> DeviceInfo:
-        """The device that a tensor lies on."""
+        """Return the device of a tensor."""
         if device.type == "cpu":
             return _cpu(torch.get_num_threads())
         if device.type == "cuda":
@@ -55,10 +55,10 @@ def _cpu(num_threads: int) -> DeviceInfo:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Instruction sets, by LLVM's names, that the target of Numba's compiler is said to have.
+    """Return the instruction sets of Numba's target, by LLVM's names.
 
-    That is the host, or what ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` name. A CPU that is
-    named without features has none here, so kernels do without them. Empty without Numba.
+    The target is the host, or that of ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES``. A CPU named
+    without features is treated as having none. Empty without Numba.
     """
     try:
         from numba.core.registry import cpu_target
@@ -92,14 +92,14 @@ def _cuda(index: int) -> DeviceInfo:
 
 
 def default_device() -> torch.device:
-    """Where models run if nothing is said: a GPU, where torch finds one, else the CPU."""
+    """Return the default device of models: a GPU if torch finds one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def available_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device, without evicting another process's memory."""
     if device.type == "cuda":
-        # What torch keeps of memory that it has freed, it gives back before it runs out.
+        # torch returns cached memory before it runs out.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
@@ -111,7 +111,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def _left_by_limits(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> list[int]:
-    """Bytes that each limit of a container leaves, by Linux's control groups of either version."""
+    """Yield the bytes left by each memory limit of Linux's control groups, version 1 or 2."""
     if own is None:
         try:
             own = Path("/proc/self/cgroup").read_text()

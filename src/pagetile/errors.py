@@ -9,14 +9,14 @@
     ├── OverloadedError    (RuntimeError)         too many requests now; try again later
     ├── GenerationError    (RuntimeError)         a request failed while it was computed
     │   └── NoTokenLeftError                      its own parameters forbid every token
-    └── EngineDeadError    (RuntimeError)         the engine has stopped and serves nothing more
+    └── EngineDeadError    (RuntimeError)         the engine has stopped
 
 Each message says what was given, what was expected and what to do about it.
 """
 
 
 class PagetileError(Exception):
-    """The root: catch it to catch everything below."""
+    """The base class of all errors of pagetile."""
 
 
 class ShapeError(PagetileError, ValueError):
@@ -32,7 +32,7 @@ class UnsupportedError(PagetileError, NotImplementedError):
 
 
 class OutOfBlocksError(PagetileError, RuntimeError):
-    """Fewer blocks are free than were asked for. Nothing was taken."""
+    """Fewer blocks are free than were requested. Nothing was allocated."""
 
 
 class RequestError(PagetileError, ValueError):
@@ -48,7 +48,7 @@ class GenerationError(PagetileError, RuntimeError):
 
 
 class NoTokenLeftError(GenerationError):
-    """A request's own parameters left no token to choose: sent again, it fails again."""
+    """A request's own parameters exclude every token; it would fail again."""
 
 
 class EngineDeadError(PagetileError, RuntimeError):

@@ -1,7 +1,7 @@
-"""Named dimensions: an argument's shape is checked against a pattern of words.
+"""Shape checks by named dimensions, and other checks of tensors.
 
-``bind`` walks the arguments in order. The first time a word is met it takes the size found
-there; every later meeting must agree. Zero is a size like any other.
+``bind`` checks the arguments in order. A name's first occurrence sets its size, and later ones must
+agree. A size may be 0.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from .errors import DTypeError, ShapeError
 
-# What torch's compiled code asks before it runs (2.11 to 2.13): in C++, a tenth of the host's time.
+# The guards of torch's compiled code (2.11 to 2.13): in C++, they take a tenth of Python's time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
 class Form(NamedTuple):
-    """What these checks look at in a tensor; tensors of one form pass or fail alike.
+    """Shape, strides, type and device of a tensor: all that the checks here depend on.
 
-    A form is a key, so the checks of a call need run only once for all calls of its form::
+    A form is hashable, so a call's checks run only once for all calls of its form::
 
         @functools.lru_cache
         def check(q, k): ...        # Form(*q), Form(*k) instead of tensors
@@ -38,14 +38,14 @@ class Form(NamedTuple):
 
 
 def form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    """The fields of a tensor's ``Form``, as a plain tuple: a call makes several of them."""
+    """Return the fields of a tensor's ``Form`` as a plain tuple, which is faster to make."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int], *, rows_apart: bool = False) -> bool:
-    """Whether elements follow each other without gaps; with ``rows_apart`` rows may lie apart.
+    """Return whether a tensor is contiguous; with ``rows_apart``, gaps between rows are allowed.
 
-    Rows, the last dimension, are whole even then, and one stride leads from each to the next.
+    Rows (the last dimension) are contiguous even then, with one stride between all of them.
     """
     expected = 1
     for at in reversed(range(len(shape))):
@@ -57,39 +57,40 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], *, rows_apart: bool =
 
 
 def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:
-    """Every tensor's ``form``, in their order.
+    """Return every tensor's ``form``, in their order.
 
     Raises:
         DTypeError: One is not a tensor; the message names it.
     """
     try:
         return tuple(map(form, tensors.values()))
-    except AttributeError:  # asked for only then: a call is to cost little
+    except AttributeError:  # checked only after a failure, to keep calls fast
         check_tensors(**tensors)
         raise
 
 
 def recogniser(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """A function of as many arguments: whether they are tensors of these forms, in this order.
+    """Return a function that tells whether its arguments are tensors of these forms, in order.
 
-    It may say no to some that are, for example to those of another class, and keeps no tensor.
+    It may return False for some that are, such as those of another class. It keeps no tensor.
     """
     known = [form(tensor) for tensor in tensors]
     return guard(*tensors) or (lambda *others: [form(other) for other in others] == known)
 
 
 def guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """A ``recogniser`` that also compares what torch's dispatcher would do with the tensors.
+    """Return a ``recogniser`` that also compares the dispatch of the tensors.
 
-    It says no where autograd, autocast or ``torch.func.vmap`` takes part in a call and did not when
-    it was made, or the reverse. Dispatch modes and forward-mode derivatives have to be asked for:
-    it does not see all of them. None where torch has no such function, or one tensor comes twice.
+    It returns False if autograd, autocast or ``torch.func.vmap`` takes part in a call but did not
+    when it was made, or the reverse. It does not see all dispatch modes and forward-mode
+    derivatives: check for these separately. None if torch has no such guards, or if one tensor is
+    given twice.
     """
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     is_each_once = len({id(tensor) for tensor in tensors}) == len(tensors)
-    if _Guards is not None and is_each_once:  # else it says no to all
-        with suppress(TypeError):  # of a release that asks for something else
+    if _Guards is not None and is_each_once:  # else it would reject all calls
+        with suppress(TypeError):  # in a release with another signature
             guards = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
             check: Callable[..., bool] = guards.check
             return check
@@ -98,7 +99,7 @@ def guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
 
 @functools.cache
 def is_debugging() -> bool:
-    """Whether values on a GPU are checked too, which waits for it: ``PAGETILE_DEBUG=1``.
+    """Return whether values on a GPU are checked too, which waits for it: ``PAGETILE_DEBUG=1``.
 
     The environment is read once.
     """
@@ -154,12 +155,12 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
 
 
 def given(**arguments: Any) -> dict[str, Any]:
-    """Those that are not None: of arguments that may be left out."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def check_tensors(**arguments: Any) -> None:
-    """Raise DTypeError for what is not a tensor; None is none."""
+    """Raise DTypeError for an argument that is not a tensor, such as None."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise DTypeError(
@@ -169,7 +170,7 @@ def check_tensors(**arguments: Any) -> None:
 
 
 def _conversion(name: str, value: Any) -> str:
-    """How a tensor is made of a value that is none, as the end of a sentence."""
+    """Return how to make a tensor of a value, as the end of a sentence."""
     if type(value).__name__ == "ndarray":  # NumPy's, without importing it
         return f": pass torch.from_numpy({name})"
     if isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):

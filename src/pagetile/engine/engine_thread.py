@@ -293,7 +293,7 @@ class Mailbox:
         for stream, deltas, output, now in news:
             try:
                 stream.put(deltas, output, now)
-            except Exception as error:  # of one connection; the others must still get theirs
+            except Exception as error:  # of one connection; other streams are still served
                 stream.fail(error)
                 stream.close()
 

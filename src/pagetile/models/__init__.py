@@ -1,4 +1,4 @@
-"""How a Transformers model is fed: exact, or refused."""
+"""Transformers models over a paged cache: loaded, checked against their own code, and fused."""
 
 from .forward_batch import ForwardBatch
 from .loading import load_tokenizer

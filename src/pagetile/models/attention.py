@@ -1,9 +1,9 @@
-"""The attention function that Transformers calls, and how a model is made to call it.
+"""The attention function that Transformers calls, and the context in which a model calls it.
 
-Transformers picks a model's attention function by the name in its configs. This one finds the cache
-and the step not in its arguments, which some models drop on the way, but in an
-``AttentionLayer`` that hangs on the attention module. Names and layers are in place for the
-length of one forward and no longer, so a model that was handed to us still generates by itself::
+Transformers picks a model's attention function by the name in its configs. This function takes the
+cache and the step from an ``AttentionLayer``, an attribute of the attention module, because some
+models do not pass all arguments on. Names and layers are set for one forward only, so the model's
+own ``generate`` still works::
 
     with driven(configs, NAME, layers):    config: "sdpa" -> "pagetile"
         model(...)                         module.pagetile_layer -> AttentionLayer
@@ -30,8 +30,8 @@ from .forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Transformers reads meaning into names: none may contain "flash", "sdpa", "flex_attention" or a
-# slash, or start with "paged|". No mask function goes by this one, so that models build no mask.
+# Transformers treats names with "flash", "sdpa", "flex_attention" or a slash, or that start with
+# "paged|", specially. No mask function has this name, so models build no mask.
 NAME = "pagetile"
 
 SLOT = "pagetile_layer"
@@ -51,12 +51,12 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class AttentionLayer:
-    """What an attention module needs beyond its arguments: its blocks of the cache, and the step.
+    """State of an attention module: its layer of the cache, and the current step.
 
     Args:
-        module: The attention module, as it passes itself to the attention function.
-        index: Which layer of the cache it reads.
-        writes: Whether it writes that layer. One that shares another's keys only reads.
+        module: The attention module that is passed to the attention function.
+        index: The layer of the cache that it reads.
+        writes: Whether it writes that layer; one that shares another's keys only reads it.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class AttentionLayer:
         self.step: ForwardBatch | None = None
 
     def bind(self, cache: KVCache | None) -> None:
-        """Read and write this cache from now on, or none."""
+        """Use this cache from now on; ``None``: none."""
         self.k_cache = None if cache is None else cache.k[self.index]
         self.v_cache = None if cache is None else cache.v[self.index]
         self.k_scale = None if cache is None else cache.k_scale[self.index]
@@ -95,14 +95,14 @@ def attend(
     alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as Transformers asks for it: ``query`` ``[1, num_heads, num_tokens, head_size]``.
+    """Attention with Transformers' signature; ``query`` ``[1, num_heads, num_tokens, head_size]``.
 
     Returns:
         ``[1, num_tokens, num_heads, v_head_size]``, contiguous, and no weights.
 
     Raises:
-        UnsupportedError: An argument asks for something that would change the result unnoticed,
-            or the call comes from outside of a step.
+        UnsupportedError: An argument would change the result and is not supported, or the call
+            comes from outside of a step.
     """
     layer: AttentionLayer | None = module.__dict__.get(SLOT)
     if layer is None or layer.step is None:
@@ -166,7 +166,7 @@ def refuse_options(
 
 
 def collect_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every config that a part of the model reads, each once."""
+    """Return all configs of the model and its parts, each once."""
     from transformers import PreTrainedConfig
 
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]
@@ -187,9 +187,9 @@ def driven(
 ) -> Iterator[None]:
     """Make a model's configs name one attention function, and its modules have ``attributes``.
 
-    An attribute that a module already has was set by other code, and stays. The configs'
-    padding token is out of the way, too: where there is one, 32 kinds of models look for it in
-    the input, which waits for the device, only to warn.
+    An attribute that a module already has was set by other code, and stays. The configs' padding
+    token is unset, too: 32 kinds of models would search the input for it, which waits for the
+    device, only to warn.
     """
     # Written past the configs' own validation, which costs more than the rest of the switch.
     saved = []
@@ -216,7 +216,7 @@ def driven(
 
 
 def register() -> None:
-    """Make ``attend`` known to Transformers; doing it again changes nothing."""
+    """Register ``attend`` with Transformers; a second call changes nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)

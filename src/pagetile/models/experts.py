@@ -1,8 +1,8 @@
-"""Replace a mixture's experts for the length of a step by kernels that do not wait for routing.
+"""Replaces a mixture's experts, during a step, by kernels that do not wait for the routing.
 
-Transformers keeps a layer's experts in one module with stacked weights. Its loop over experts reads
-from the device which were chosen, and in float32 so does its grouped product. A CUDA graph cannot
-record either. ``moe_experts`` computes the same in four launches::
+Transformers keeps a layer's experts in one module with stacked weights. Its loop over experts, and
+in float32 its grouped product, reads the routing on the host, so a CUDA graph cannot capture them.
+``moe_experts`` computes the same in four launches::
 
     experts.forward(hidden_states, experts, weights)  ->  moe_experts(...)
 
@@ -74,7 +74,7 @@ def _places(module: Any) -> tuple[int, int]:
 
 
 def _recognise(module: nn.Module, function: FunctionType) -> tuple[Expert, dict[str, Any]] | None:
-    """The weights of a module's experts and the options of ``moe_experts``, if it computes them."""
+    """Return a module's weights and the options of ``moe_experts``, if that computes the same."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     is_stacked = {"gate_up_proj", "down_proj"} <= tensors.keys() <= _NAMES
     if not is_stacked or not all(_is_plain(tensor) for tensor in tensors.values()):
@@ -95,7 +95,7 @@ def _recognise(module: nn.Module, function: FunctionType) -> tuple[Expert, dict[
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is an ordinary parameter, and not a shard of one (DTensor)."""
+    """Return whether a parameter is an ordinary one, and not a shard (DTensor)."""
     return type(tensor) is nn.Parameter and tensor.dtype in _NEAR
 
 
@@ -127,7 +127,7 @@ def _activations(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _has_activation(module: Any, options: dict[str, Any]) -> bool:
-    """Whether its own gating agrees, for values from far below to far above any usual limit."""
+    """Return whether the module's own gating agrees, for values far beyond any usual limit."""
     apply = getattr(module, "_apply_gate", None)
     if apply is None:
         return False

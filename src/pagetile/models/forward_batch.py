@@ -1,4 +1,4 @@
-"""The inputs of one forward of a model."""
+"""The inputs of one forward pass of a model."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What of a model's own code is replaced while we drive it on a GPU: norms and rotary embeddings.
+"""Replaces norms and rotary embeddings of a model, during a step on a GPU, by fused kernels.
 
 In Transformers' eager code an RMS norm is eight launches and a rotary embedding ten, in every
-layer, and a step of few tokens is little else. Fused kernels are one each. They replace a
+layer, which is most of a step of few tokens. Fused kernels are one launch each. They replace a
 module's ``forward`` for the length of a step, as attributes of that one module::
 
     norm.forward       -> rms_norm(x, norm.weight)
     attention.forward  -> the same code, where ``apply_rotary_pos_emb`` means ``rotate``
 
-Nothing is known by its name: a norm is what computes one of ``rms_norm``'s formulas on random
-numbers and weights, and so for ``rotate``. Whatever else a model has stays as it is, and so does
-a call that the kernels do not take. The load-time proof then runs with the replacements.
+A module is recognised by its results, not by its name: a norm computes one of ``rms_norm``'s
+formulas on random inputs and weights, and likewise for ``rotate``. Other modules, and calls that
+the kernels do not support, run the model's own code. The check at load runs with the replacements.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..fused.rotary import rotate
 from ..tiles.types import FLOATS
 
 Replacement = tuple[nn.Module, str, Any]
-"""A module, the name of an attribute, and what it is while we drive the model."""
+"""A module, the name of an attribute, and its value during a step."""
 
 ROTARY = "apply_rotary_pos_emb"
 
 _NEAR = 8
-"""Units of rounding that two ways to compute one formula may differ by."""
+"""How many units of rounding two ways to compute one formula may differ by."""
 
 
 def find_impl(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -52,12 +52,12 @@ def find_impl(device: torch.device, dtype: torch.dtype) -> str | None:
 def find_replacements(
     model: nn.Module, attention: Iterable[nn.Module], impl: str
 ) -> list[Replacement]:
-    """Norms anywhere in a model and rotary embeddings of its attention modules.
+    """Return replacements of a model's norms and of its attention modules' rotary embeddings.
 
     Args:
-        model: What may hold norms.
+        model: The model, whose norms are searched.
         attention: Modules whose ``forward`` may apply a rotary embedding.
-        impl: What ``rms_norm`` and ``rotate`` run.
+        impl: The implementation of ``rms_norm`` and ``rotate``.
     """
     found: list[Replacement] = []
     for module in model.modules():
@@ -88,7 +88,7 @@ def own_forward(module: nn.Module) -> FunctionType | None:
 
 
 def read_norm(module: Any) -> Norm | None:
-    """The norm that a module computes by one of ``rms_norm``'s formulas; ``None`` for others."""
+    """Return the norm that a module computes by one of ``rms_norm``'s formulas, or ``None``."""
     function = own_forward(module)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if function is None or not isinstance(eps, float) or not _is_shaped_as_norm(module, function):
@@ -114,7 +114,7 @@ def _replace_norm(module: Any, impl: str) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_shaped_as_norm(module: nn.Module, function: FunctionType) -> bool:
-    """Whether it has a vector of weights and nothing else, and takes a tensor and nothing else."""
+    """Return whether a module has only a vector of weights, and takes only a tensor."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     weight = tensors.get("weight")
     return (
@@ -128,7 +128,7 @@ def _is_shaped_as_norm(module: nn.Module, function: FunctionType) -> bool:
 
 
 def _find_kind(module: Any, function: FunctionType, eps: float) -> str | None:
-    """Which of ``KINDS`` a module computes, by rows that are large and as small as ``eps``."""
+    """Return which of ``KINDS`` a module computes, from large rows and rows near ``eps``."""
     weight: Tensor = module.weight
     stand_in = copy.copy(module)  # of the same attributes, with random weights
     numbers = _random((5, weight.numel())).to(weight)
@@ -137,7 +137,7 @@ def _find_kind(module: Any, function: FunctionType, eps: float) -> str | None:
     x = ((numbers[1:].float() + 0.5) * sizes[:, None]).to(weight.dtype)[None]
     own = call_or_none(function, stand_in, x)
     computed = {k: rms_norm(x, numbers[0], eps=eps, kind=k, impl="reference") for k in KINDS}
-    # In 16 bits two kinds are near; the right one computes what the module does, step by step.
+    # In 16 bits two kinds differ little; the right one rounds like the module at every step.
     best = min(KINDS, key=lambda kind: difference(computed[kind], own))
     return best if _is_near(computed[best], own) else None
 
@@ -146,7 +146,7 @@ def _find_kind(module: Any, function: FunctionType, eps: float) -> str | None:
 
 
 def _replace_rotary(forward: FunctionType, impl: str) -> FunctionType | None:
-    """The same ``forward``, with ``rotate`` in place of the function of that name."""
+    """Return the same ``forward`` with ``apply_rotary_pos_emb`` replaced by ``rotate``."""
     own = forward.__globals__.get(ROTARY)
     if own is None or ROTARY not in forward.__code__.co_names:
         return None
@@ -155,7 +155,7 @@ def _replace_rotary(forward: FunctionType, impl: str) -> FunctionType | None:
         return None
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any) -> Any:
-        # Where angles have more digits than q, who says which type the result has?
+        # With angles of a wider type than q, the type of the result is not defined.
         if not others and not options and cos.dtype == q.dtype:
             try:
                 return rotate(q, k, cos, sin, is_shared=is_shared, impl=impl)
@@ -172,10 +172,9 @@ def _replace_rotary(forward: FunctionType, impl: str) -> FunctionType | None:
 
 
 def _find_form(own: Callable[..., Any]) -> bool | None:
-    """``rotate``'s ``is_shared`` for the formula of ``own``; ``None`` if it has another.
+    """Return ``rotate``'s ``is_shared`` for the formula of ``own``; ``None`` if it has another.
 
-    Half as many angles as a head has numbers turn half of it, or all of it: that is what tells
-    them apart.
+    With half as many angles as a head has columns, they rotate half of the head or all of it.
     """
     size, num_tokens = 16, 3
     q, k = (_random((1, heads, num_tokens, size)) for heads in (4, 2))
@@ -197,10 +196,10 @@ def _find_form(own: Callable[..., Any]) -> bool | None:
 
 
 def call_or_none(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a model's makes of numbers that it may not have been made for, or None."""
+    """Call a model's function on test inputs; return None if it fails."""
     try:
         return function(*arguments)
-    except Exception:  # whatever it is, the function is left alone
+    except Exception:  # on any error the function is not replaced
         return None
 
 
@@ -209,7 +208,7 @@ def _is_near(computed: Tensor, own: Any) -> bool:
 
 
 def difference(computed: Tensor, own: Any) -> float:
-    """The relative difference of two tensors; infinite where their shapes or types differ."""
+    """Return the relative difference of two tensors; infinity if their shapes or types differ."""
     if not isinstance(own, Tensor) or (own.shape, own.dtype) != (computed.shape, computed.dtype):
         return torch.inf
     error = float((own.double() - computed.double()).norm() / computed.double().norm())

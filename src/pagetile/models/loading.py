@@ -1,7 +1,7 @@
-"""Reading a checkpoint from a directory: everything that can be wrong with it, in one line.
+"""Reads a checkpoint from a directory; everything that can be wrong is an error of one line.
 
-Transformers warns of a weight that is missing and fills it with random numbers; here that is an
-error. Nothing is ever downloaded, and no code of a checkpoint's is run.
+Transformers warns about a missing weight and fills it with random numbers; here that is an error.
+Nothing is downloaded, and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_model(
 
 
 def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Read a checkpoint's config and nothing else of it.
+    """Read a checkpoint's config only.
 
     Raises:
         RequestError: There is no such directory, or its config cannot be read.
@@ -132,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that Transformers would load: a directory may hold the same weights twice."""
+    """Return the files that Transformers would load: a directory may hold the weights twice."""
     index, single = directory / _INDEX, directory / _WEIGHTS
     if not index.is_file():
         return [single] if single.is_file() else []
@@ -143,7 +143,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _check_weights(directory: Path) -> None:
-    """Every file of weights is there, and as long as its own header says."""
+    """Check that every file of weights exists and is as long as its header says."""
     from safetensors import SafetensorError, safe_open
 
     for path in weight_files(directory) or [directory / _WEIGHTS]:
@@ -169,7 +169,7 @@ def _read_weights(
 
     with explained(f"{directory} cannot be loaded"):
         model: PreTrainedModel
-        # A wrong shape would raise a page of text; ignored here, it is told below.
+        # A wrong shape would raise a page of text; it is reported below instead.
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
@@ -210,7 +210,7 @@ def _count_others(found: list[Any]) -> str:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn what Transformers and others raise into a RequestError of one line."""
+    """Convert errors of Transformers and others to a RequestError of one line."""
     try:
         yield
     except (PagetileError, torch.OutOfMemoryError):
@@ -225,7 +225,7 @@ def _one_line(error: object) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Transformers' warnings and progress bars off the terminal: what matters is raised."""
+    """Silence Transformers' warnings and progress bars; problems are raised as errors."""
     from transformers.utils import logging
 
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

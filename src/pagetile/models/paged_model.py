@@ -1,4 +1,4 @@
-"""A Transformers causal language model whose attention layers read and write our paged cache."""
+"""A Transformers causal language model whose attention layers use a paged KV cache."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ if TYPE_CHECKING:
 
 
 class PagedModel:
-    """A Transformers model, driven step by step over a cache that is bound to it.
+    """A Transformers model that runs step by step over a cache that is bound to it.
 
-    ``load_model`` makes one and proves it. The Transformers model inside is not changed: its
+    ``load_model`` makes one and checks it. The Transformers model inside is not changed: its
     attention, and on a GPU its norms and rotary embeddings, are replaced for the length of a
-    ``forward``, so its own ``generate`` works between two of them, though not during one, from
-    another thread.
+    ``forward``. Its own ``generate`` works between two of them, but not from another thread during
+    one.
 
     Attributes:
         name: The model's class, for messages.
-        layers: The cache layers that it needs. One that shares another's keys owns none.
+        layers: The cache layers that it needs. An attention layer that shares another's keys has
+            none.
         vocab_size: Width of the logits.
-        max_model_len: The most positions that it can take; ``None`` if no limit is known.
+        max_model_len: The most positions that it supports; ``None`` if no limit is known.
         max_step_tokens: The most tokens that one ``forward`` can take; ``None``: any number.
         eos_token_ids: Tokens that end a sequence, from its generation config or its config.
         dtype: Type of its weights.
-        device: Where they are.
+        device: Device of its weights.
         config: The config of its text part.
-        fused_layers: On a GPU, why each decoder layer runs as Transformers wrote it, by its name;
-            ``None``: it runs by fused kernels.
+        fused_layers: On a GPU, for each decoder layer by name, why it runs Transformers' code;
+            ``None``: it runs fused kernels.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PagedModel:
         self._is_bound = False
 
     def bind(self, cache: KVCache | None) -> None:
-        """Use this cache from now on; ``None`` lets go of the one in use.
+        """Use this cache from now on; ``None`` releases the current one.
 
         Raises:
             ShapeError: The cache was made for other layers.
@@ -95,15 +96,15 @@ class PagedModel:
         """Run new tokens through the model; their keys and values go to the bound cache.
 
         Args:
-            step: The tokens and where they belong. That positions stay below ``max_model_len``
-                is the caller's to see to.
+            step: The tokens, positions and slots. The caller keeps positions below
+                ``max_model_len``.
 
         Returns:
-            ``[n, vocab_size]``, the logits of ``step.logits_rows``, in the type the model gives.
+            ``[n, vocab_size]``, the logits of ``step.logits_rows``, in the model's own type.
 
         Raises:
-            UnsupportedError: No cache is bound, or the model asks of its attention what it did
-                not ask for when it was loaded.
+            UnsupportedError: No cache is bound, or the model calls its attention with options that
+                it did not use when it was loaded.
         """
         if not self._is_bound:
             raise UnsupportedError(
@@ -138,23 +139,23 @@ def load_model(
     device: torch.device | str | None = None,
     max_model_len: int | None = None,
 ) -> PagedModel:
-    """Make a Transformers model run on a paged cache, and prove that its logits stay its own.
+    """Make a Transformers model run on a paged cache, and check that its logits stay the same.
 
-    The proof runs a few tokens through the model, eagerly and from pages: seconds for a large
-    model, milliseconds for a small one.
+    The check runs a few tokens through the model, by its own code and from pages: seconds for a
+    large model, milliseconds for a small one.
 
     Args:
         model: A directory with ``config.json`` and safetensors weights (nothing is downloaded, no
-            code from it is run), or a model, which is moved to ``device``, not copied. One that is
-            being trained runs in evaluation mode here, and stays in training otherwise.
-        dtype: Type of the weights: ``"auto"`` as the checkpoint says, a name, or a torch type.
-        device: Where to run. ``None`` is the CPU for a directory, and where it is for a model.
-        max_model_len: The most positions that will be used; ``None`` for all that it can take.
+            code from it is run), or a model, which is moved to ``device``, not copied. A model in
+            training mode runs in evaluation mode here, and keeps its mode otherwise.
+        dtype: Type of the weights: ``"auto"`` (the checkpoint's), a name, or a torch type.
+        device: The device. ``None``: the CPU for a directory, a model's own for a model.
+        max_model_len: The most positions that will be used; ``None``: all that it supports.
 
     Raises:
         RequestError: The directory holds no model that can be read, a model is given that does
             not have ``dtype``, or it has fewer than ``max_model_len`` positions.
-        UnsupportedError: The model would not be exact; the message says which check failed.
+        UnsupportedError: The logits differ or the model is not supported; the message says why.
 
     Example:
         >>> from pagetile.testing.models import tiny_model
@@ -185,7 +186,7 @@ def load_model(
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """In evaluation mode for a while; modules that are in training go back to it."""
+    """Context in which a model is in evaluation mode; each module's mode is restored."""
     if not model.training:
         yield
         return
@@ -240,7 +241,7 @@ def _sizes(spec: LayerSpec) -> tuple[int, int, int]:
 
 
 def _read_signature(model: PreTrainedModel) -> tuple[dict[str, Any], bool]:
-    """The options of every forward, and whether it can leave out logits that are not wanted."""
+    """Return the options of every forward, and whether it can compute only some logits."""
     parameters = inspect.signature(model.forward).parameters
     options = {
         "attention_mask": None,

@@ -43,7 +43,7 @@ class AttentionCall:
     mask: Tensor | None
     options: dict[str, Any]
     output: Tensor
-    """What it was answered: ``[1, num_tokens, num_heads, v_head_size]``."""
+    """The result returned to it: ``[1, num_tokens, num_heads, v_head_size]``."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -60,10 +60,10 @@ def register_probe() -> None:
 
 
 def recorder(answer: Callable[[tuple[int, ...], Tensor], Tensor]) -> Callable[..., Any]:
-    """An attention function that computes nothing: it notes its calls in the module's slot.
+    """Return an attention function that only records its calls in an attribute of the module.
 
     Args:
-        answer: From the shape and the query to what a call returns.
+        answer: Returns a call's result from its shape and the query.
     """
 
     def note(
@@ -86,7 +86,7 @@ def _make_mask(**arguments: Any) -> Tensor:
     """Return the mask of an eager forward, with its rule as the attribute ``is_visible``."""
     from transformers.masking_utils import eager_mask
 
-    # Transformers leaves out a mask that hides nothing, and that is the one to detect.
+    # Transformers leaves out a mask that hides nothing; it must be detected, too.
     mask: Tensor = eager_mask(**{**arguments, "allow_is_bidirectional_skip": False})
     mask.is_visible = arguments["mask_function"]  # type: ignore[attr-defined]
     return mask

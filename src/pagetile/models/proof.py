@@ -1,15 +1,15 @@
-"""The proof that a model runs exactly: its logits from pages against its own eager forward.
+"""Checks at load that a model's logits over a paged cache equal those of its own eager forward.
 
-Two short sequences, packed and chunked as a server would, through blocks in mixed order::
+Two short sequences, packed and chunked as in an engine, with blocks in mixed order::
 
     step            1  first chunk     2  later chunk    3  decode
     sequence A      0 … 6              7 … 12            13
     sequence B      0 … 7              8                 9
 
-Whatever reaches a token from earlier ones other than through the cache (a recurrent state, a
-position counted inside the model, a mask) makes a difference in the second step or the third.
-On a GPU the first chunk has 80 tokens and the second 11, because fused layers run other kernels
-for more than 64 tokens, for more than 4, and for few.
+If anything but the cache carries information from earlier tokens (a recurrent state, a position
+counted inside the model, a mask), the second or third step differs. On a GPU the first chunk has 80
+tokens and the second 11, because fused layers use different kernels for more than 64 tokens, for
+more than 4, and for fewer.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from .paged_model import PagedModel
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""How far logits may be off, relative to the spread of a token's logits.
+"""Tolerance of logits, relative to the spread of a token's logits.
 
-Of 16-bit types half of a step's tokens must keep to it, of others all: what is wrong by
-construction hits every token, but where rounding changes an expert it hits some.
+In 16-bit types half of a step's tokens must keep to it, otherwise all: a systematic error affects
+every token, but rounding that changes the choice of an expert affects only some.
 """
 
 _WORST = 0.5
-"""Beyond this a comparison says nothing, whatever rounding does to a model."""
+"""Largest tolerance, whatever rounding does to a model; beyond it a comparison is meaningless."""
 
 _PHASES = ("first chunk", "later chunk", "decode")
 _BLOCK_SIZE = 4
@@ -51,7 +51,7 @@ _LONG, _LONG_FIRST = 83, 72
 
 
 def make_sequences(model: PreTrainedModel, max_model_len: int | None) -> tuple[Tensor, Tensor]:
-    """Two sequences' token ids: as long as the proof wants, or as the model can take."""
+    """Return two sequences' token ids, as long as the check needs or the model supports."""
     wanted = _LONG if model.device.type == "cuda" else 14
     longest = max_model_len or wanted
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -69,7 +69,7 @@ def prove(
     """Raise UnsupportedError unless the paged model gives the logits of the model itself.
 
     Args:
-        paged: The model as we drive it. No cache is bound to it afterwards.
+        paged: The model over a paged cache. No cache is bound to it afterwards.
         model: The same model as Transformers runs it.
         modules: Its attention modules.
         sequences: Token ids, each ``[length]`` with at least 3 tokens.
@@ -87,7 +87,7 @@ def prove(
 
 
 def _run_eager(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """Logits ``[length, vocab_size]`` of a whole sequence, positions and masks its own."""
+    """Return logits ``[length, vocab_size]`` of a whole sequence, by the model's own code."""
     with driven(collect_configs(model), find_reference(model)):
         output = model(input_ids=token_ids[None], use_cache=False, return_dict=True)
     logits: Tensor = output.logits[0]
@@ -95,7 +95,7 @@ def _run_eager(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 
 def _row_errors(logits: Tensor, expected: Tensor) -> Tensor:
-    """How far each token's logits are off, relative to their spread over the vocabulary."""
+    """Return the error of each token's logits, relative to their spread over the vocabulary."""
     expected = expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     errors: Tensor = (logits.float() - expected).norm(dim=-1) / spread.clamp_min(1e-30)
@@ -108,10 +108,10 @@ def _find_tolerance(
     sequences: tuple[Tensor, Tensor],
     expected: list[Tensor],
 ) -> float:
-    """The most that rounding can explain: by the type, or by what it does to this very model.
+    """Return the largest error that rounding can explain, by the type or as measured.
 
-    That is seen by rounding the output of every attention module once more. A router that sends
-    a token to another expert by a hair makes far more of it than any formula would allow.
+    It is measured by rounding the output of every attention module once more. Where that changes a
+    router's choice of experts, the error is far larger than any formula would allow.
     """
     generator = torch.Generator(model.device).manual_seed(0)
 
@@ -136,7 +136,7 @@ def _cut(long: int, short: int) -> list[tuple[int, int]]:
 
 
 def _lay_out(paged: PagedModel, sequences: tuple[Tensor, Tensor]) -> Tensor:
-    """Bind a small cache full of NaN and deal its blocks out in an order that is not sorted."""
+    """Bind a small cache full of NaN, with block tables in unsorted order."""
     width = -(-max(len(s) for s in sequences) // _BLOCK_SIZE)
     num_blocks = 2 * width + 1
     cache = KVCache(

@@ -1,4 +1,4 @@
-"""Refuse models by their config alone, and find the number of positions that a model has.
+"""Refuses models by their config alone, and finds the number of positions that a model has.
 
 These checks run before any weight is read. A model that passes them is run once with a recording
 attention function (``probe``), and its logits are compared with its own (``proof``).

@@ -1,1 +1,1 @@
-"""What two or more kernels share: the attention state, and tile arithmetic per machine."""
+"""Code that two or more operations share: the attention state, and tile helpers by backend."""

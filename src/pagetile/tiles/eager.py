@@ -1,4 +1,4 @@
-"""Attention of one sequence in eager torch: what every reference of an operation is made of.
+"""Attention of one sequence in eager torch, on which the operations' references are built.
 
 ::
 
@@ -25,19 +25,19 @@ def attend(
     sinks: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse`` of one sequence, whose last query stands at the last key.
+    """Return ``out`` and ``lse`` of one sequence, whose last query stands at the last key.
 
     Args:
-        q: ``[query_len, num_heads, head_size]``, of the type to compute in.
+        q: ``[query_len, num_heads, head_size]``, in the type to compute in.
         k: ``[seq_len, num_kv_heads, head_size]``.
         v: ``[seq_len, num_kv_heads, v_head_size]``.
-        softmax_scale: As for ``paged_attention``, like everything below.
-        causal: As there.
-        sliding_window: As there.
-        logits_soft_cap: As there.
-        alibi_slopes: As there.
-        sinks: As there.
-        visible: bool ``[num_heads or 1, query_len, seq_len]``: what a mask leaves visible.
+        softmax_scale: As for ``paged_attention``.
+        causal: As for ``paged_attention``.
+        sliding_window: As for ``paged_attention``.
+        logits_soft_cap: As for ``paged_attention``.
+        alibi_slopes: As for ``paged_attention``.
+        sinks: As for ``paged_attention``.
+        visible: bool ``[num_heads or 1, query_len, seq_len]``: False where a mask hides a key.
 
     Returns:
         ``[query_len, num_heads, v_head_size]`` and ``[query_len, num_heads]``, in that type.
@@ -76,10 +76,13 @@ def mask_scores(
 
 
 def weigh(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The softmax of masked scores, and ``lse`` ``[num_heads, query_len]``; 0 and -inf of none."""
+    """Return the softmax of masked scores, and ``lse`` ``[num_heads, query_len]``.
+
+    A row without a visible key gets 0 and -inf.
+    """
     seq_len = scores.shape[-1]
     if sinks is not None:
-        # One more column to share the softmax with, whose value is nothing.
+        # A sink is one more column of the softmax, without a value.
         column = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, column], dim=-1)
     if not scores.shape[-1]:

@@ -1,4 +1,4 @@
-"""Tiles of Triton's forward kernel, over pages and over keys in a row."""
+"""Tile sizes of Triton's forward kernel, for paged and contiguous keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ForwardTiles(NamedTuple):
-    """How a launch is cut."""
+    """Tiles and warps of a launch."""
 
     tile_m: int
     """Rows of a tile."""
@@ -14,20 +14,20 @@ class ForwardTiles(NamedTuple):
     """Keys of a tile."""
     num_warps: int
     num_stages: int
-    """Tiles on their way from memory at a time."""
+    """Tiles in flight from memory at a time."""
 
 
 def choose_forward_tiles(
     width: int, *, is_float32: bool, is_8_bit: bool = False, is_small: bool = False
 ) -> ForwardTiles:
-    """The tiles for heads of a width, so that results stay in registers.
+    """Return tiles with which a head's results stay in registers.
 
     Args:
-        width: Of the wider of keys and values.
-        is_float32: Whether products are; each is three of TF32, and beyond 256 columns a sum of
-            single numbers, without tensor cores.
+        width: The larger of the head sizes of keys and values.
+        is_float32: Whether products are float32: three TF32 products, or beyond 256 columns without
+            tensor cores.
         is_8_bit: Whether keys and values are in 8 bits.
-        is_small: Whether a program has 99 KiB of shared memory.
+        is_small: Whether a program has only 99 KiB of shared memory.
     """
     if is_float32:
         if width <= 64:

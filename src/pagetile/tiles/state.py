@@ -1,4 +1,4 @@
-"""What attention over some keys leaves behind."""
+"""The result of attention over a set of keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class AttentionOutput(NamedTuple):
-    """Attention over a set of keys: enough to go on, or to merge with another set's.
+    """Result of attention over a set of keys, which can be merged with that over another set.
 
     ``out`` is the softmax-weighted mean of the values, ``lse`` the natural logarithm of the
     softmax denominator. A row that sees no key has ``out`` 0 and ``lse`` -inf.

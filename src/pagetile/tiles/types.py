@@ -1,4 +1,4 @@
-"""The element types that kernels take, and how they refuse others."""
+"""The element types that kernels support, and the reasons for refusing others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALL_FLOATS = (*FLOATS, torch.float64)
-"""With the one that is for references."""
+"""These and float64, which only references support."""
 
 
 def refuse_types(**dtypes: torch.dtype) -> str | None:
-    """Why kernels cannot take arguments of these element types; None if they can."""
+    """Return why kernels do not support these element types; None if they do."""
     for name, dtype in dtypes.items():
         if dtype not in FLOATS:
             given = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Paged attention of few new tokens on Hopper, by Gluon: some warps load, the others compute."""
+"""Paged attention of few new tokens on Hopper: the implementation around ``hopper_decode``."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
 
 
 def prepare(problem: Problem, form: CallForm, plan: GpuPlan | None = None) -> PreparedLaunch:
-    """Bind all that calls of a form share."""
+    """Return the launch that calls of a form share."""
     return triton.prepare(problem, form, plan, SPECIALISED)

@@ -64,7 +64,7 @@ def prepare(
             f"tiles of {own.tile_m} x {own.tile_n} with divides_keys={own.divides_keys} and "
             f"unpacks={own.unpacks}: plan_paged_attention for these tensors"
         )
-    # What is converted between the two launches would not be waited for.
+    # A conversion between the two launches would not be waited for.
     is_beside = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
     beside = own if is_beside else None
     short = prepare_short(problem, form, plan, SPECIALISED, beside=beside)
@@ -73,7 +73,7 @@ def prepare(
 
 
 def _is_written_in_place(form: CallForm) -> bool:
-    """Whether the kernel writes to ``out`` itself, not to an aligned copy."""
+    """Return whether the kernel writes to ``out`` itself, not to an aligned copy."""
     if form.out is None:
         return True
     return form.is_aligned and all(s > 0 and s % 8 == 0 for s in form.out.strides[:2])
@@ -87,7 +87,7 @@ def _run(
     problem: Problem, short: PreparedLaunch | None, unpack: UnpackLaunch | None,
     divides_keys: bool, is_beside: bool, call: Arguments,
 ) -> AttentionOutput:  # fmt: skip
-    """Fill ``out``: short sequences behind the others, which that launch may overlap, or before."""
+    """Fill ``out``. The launch of short sequences comes last, overlapping the other, or first."""
     q, batch = call.q, pack(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -124,7 +124,7 @@ def _run(
 
 
 def _of_heads(problem: Problem, scale: Tensor | None) -> Tensor | None:
-    """Scales as the kernel takes them: one number for all becomes every KV head's."""
+    """Return scales as the kernel takes them: a single number is expanded to all KV heads."""
     if scale is not None and scale.shape in ((), (1,)):
         scale = scale.reshape(1).expand(problem.num_kv_heads)
     return scale

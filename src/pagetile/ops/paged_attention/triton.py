@@ -46,10 +46,10 @@ _PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "
 _OLDEST_E4M3 = (8, 9)
 FETCHED_KEYS = 256
 MERGE_WARPS = 4
-"""Of a CTA that merges; more would wait for each other."""
-_SLOTS = 256  # of a block, at most
+"""Warps of a merging CTA; more would wait for each other."""
+_SLOTS = 256  # the largest block size
 
-# As torch's compiled code allocates: without its dispatcher, in half of the host's time.
+# Allocates as torch's compiled code does, without the dispatcher, in half of the time.
 _allocate: Any = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
@@ -67,7 +67,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 @dataclass(frozen=True, eq=False)  # a cache key by identity
 class Kernel:
-    """A kernel whose parameters are those of ``triton_decode``'s or, for prefill, some of them."""
+    """A kernel with the parameters of ``triton_decode``'s or, for prefill, some of them."""
 
     function: Any
     launcher: type[Launcher] = Launcher
@@ -76,7 +76,7 @@ class Kernel:
     joins_heads: bool = False
     """Whether a tile may have rows and keys of several KV heads."""
     is_early: bool = False
-    """Whether it reads all but queries before the kernel in front of it ends."""
+    """Whether it reads everything but queries before the previous kernel ends."""
 
 
 DECODE = Kernel(decode_kernel)
@@ -97,7 +97,7 @@ def pack(batch: PagedBatch) -> PagedBatch:
 
 @dataclass(frozen=True, eq=False)
 class PreparedLaunch:
-    """A launch with everything bound that calls of one form share."""
+    """A launch with all arguments bound that calls of one form share."""
 
     launch: Launch
     out_rows: tuple[tuple[int, int, int], tuple[int, int, int]]
@@ -106,11 +106,11 @@ class PreparedLaunch:
     scratch: tuple[int, int, int] | None
     """Sizes of what ``borrow`` returns."""
     is_packed: bool
-    """Whether lengths, slopes and sinks are contiguous and of the types that kernels read."""
+    """Whether lengths, slopes and sinks are contiguous and of the kernels' types."""
     merge: Launch | None = None
-    """Of the states that this launch stores."""
+    """The launch that merges the states stored by this one; ``None``: there is none."""
     short: PreparedLaunch | None = None
-    """For the short sequences of a mixed batch, which this launch's kernel leaves out."""
+    """The launch for the short sequences of a mixed batch, which this one leaves out."""
 
     def __call__(self, call: Arguments, lse: Tensor | None = None) -> AttentionOutput:
         """Launch; allocate the results that are not given."""
@@ -152,14 +152,14 @@ def prepare(
     *,
     is_beside: bool = False,
 ) -> PreparedLaunch:
-    """Bind all that calls of a form share.
+    """Return the launch that calls of a form share.
 
     Args:
         problem: A call.
         form: Its form.
-        plan: Of ``make_plan``; ``None``: its own.
+        plan: A plan of ``make_plan``; ``None`` makes one.
         decode: The kernel for few rows of a sequence.
-        is_beside: Whether a prefill of the same call is in front, which ``decode`` may overlap.
+        is_beside: Whether ``decode`` may overlap a prefill of the same call, launched before it.
     """
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
@@ -196,7 +196,7 @@ def prepare(
     short = merge = None
     if kernel is PREFILL:
         short = prepare_short(problem, form, plan)
-        # An upper bound of the tiles, however the tokens are spread over sequences. They are on
+        # An upper bound of the tiles for any distribution of tokens over sequences. Tiles are on
         # the x axis, because y has at most 65535.
         tiles = problem.num_tokens * problem.group // plan.tile_m + problem.num_seqs
         grid, scratch = (tiles, problem.num_kv_heads, 1), None
@@ -206,7 +206,7 @@ def prepare(
         sums = slots * launcher.constants["ROWS"]
         notes = 2 * pairs if plan.merge_rows else 0
         grid = plan.num_programs, 1, 1
-        # Heads have counters of their splits, and so have groups of splits, by their first slot.
+        # One counter of splits per head, and one per group of splits, by its first slot.
         scratch = sums * launcher.constants["V"], 2 * sums + notes, pairs + slots
     launch = launcher.bind(grid, *(numbers[name] for name in launcher.types if name in numbers))
     if scratch and plan.merge_rows:
@@ -220,7 +220,7 @@ def prepare(
 
 
 def _join_kv_heads(problem: Problem, plan: GpuPlan, kernel: Kernel) -> Problem:
-    """Return the problem as a kernel sees it whose tiles have several KV heads."""
+    """Return the problem for a kernel whose tiles have several KV heads."""
     is_plain = problem.scale_kind == "none" and problem.max_visible is None
     if not kernel.joins_heads or not is_plain or problem.num_kv_heads % plan.tile_heads:
         raise ShapeError(
@@ -240,7 +240,7 @@ def prepare_short(
 ) -> PreparedLaunch | None:
     """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed.
 
-    ``beside`` is the plan of a prefill of the same call in front, which the launch may overlap.
+    ``beside`` is the plan of a prefill of the same call that this launch may overlap.
     """
     if not short_len(problem):
         return None
@@ -254,7 +254,7 @@ def prepare_short(
 
 @dataclass(frozen=True, eq=False)
 class PrefixLaunch:
-    """A launch of ``prefix_kernel`` with everything bound that calls of one form share."""
+    """A launch of ``prefix_kernel`` with all arguments bound that calls of one form share."""
 
     launch: Launch
     outs_sizes: tuple[int, int, int, int]
@@ -277,14 +277,15 @@ class PrefixLaunch:
 def prepare_prefixes(
     problem: Problem, form: CallForm, plan: GpuPlan, num_keys: int, *, is_settled: bool = False
 ) -> PrefixLaunch:
-    """Bind all that calls of a form share, for the keys of its shared prefixes.
+    """Return the launch over shared prefixes that calls of a form share.
 
     Args:
         problem: A call.
         form: Its form.
-        plan: Of ``make_prefix_plan``.
-        num_keys: At least the longest prefix.
-        is_settled: Whether only queries may be written by the kernel in front of a call.
+        plan: A plan of ``make_prefix_plan``.
+        num_keys: Upper bound of the prefixes' lengths.
+        is_settled: Whether the previous kernel writes queries only, so that all else may be read
+            before it ends.
     """
     assert form.shared_prefixes is not None
     strides = _strides(problem, form, 1)
@@ -312,7 +313,7 @@ def _find_launcher(
     kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
     paired: bool, is_beside: bool = False,
 ) -> Launcher:  # fmt: skip
-    """Return the launcher with this kernel's parameters, of all that a kernel may have."""
+    """Return the launcher of this kernel, with those of all parameters that it has."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
     constants["FETCHED"] = _fetched_keys(problem)
@@ -340,12 +341,12 @@ def _find_launcher(
 def _make_launcher(
     kernel: Kernel, types: tuple[Any, ...], constants: tuple[Any, ...], options: tuple[Any, ...]
 ) -> Launcher:
-    """Return one launcher for many forms of calls: a length is data, not another kernel."""
+    """Return a cached launcher; calls that differ in lengths only share it."""
     return kernel.launcher(kernel.function, dict(types), dict(constants), **dict(options))
 
 
 def is_packed(form: CallForm) -> bool:
-    """Whether lengths, slopes and sinks are contiguous and of the types that kernels read."""
+    """Return whether lengths, slopes and sinks are contiguous and of the kernels' types."""
     lengths = (form.seq_lens, form.cu_seqlens_q)
     biases = [bias for bias in (form.alibi_slopes, form.sinks) if bias is not None]
     return all(array.strides == (1,) for array in (*lengths, *biases)) and all(
@@ -382,7 +383,7 @@ def _scale_strides(scale: Form | None) -> tuple[int, ...]:
 
 
 def _fetched_keys(problem: Problem) -> int:
-    """Return how many keys of a work item are fetched early: of rows of whole 16 bytes."""
+    """Return how many keys of a work item to prefetch; rows must be multiples of 16 bytes."""
     sizes = problem.head_size, problem.v_head_size
     is_whole = all(size * problem.kv_dtype.itemsize % 16 == 0 for size in sizes)
     return FETCHED_KEYS if is_whole and problem.is_aligned else 0
@@ -395,7 +396,7 @@ def _types(
     rows_pointer = POINTERS[problem.q_dtype] + ":16" * form.is_aligned
     pages_pointer = POINTERS[cache] + ":16" * (form.is_aligned or problem.is_aligned)
     factor = 16 // min(problem.q_dtype.itemsize, cache.itemsize)
-    # Separate, so that how the caches' rows are copied does not depend on the strides of q.
+    # Separate from q's, so that the strides of q do not change how cache rows are copied.
     rows, pages = (
         {name: stride for name, stride in strides.items() if name.startswith(kinds)}
         for kinds in (("out_", "q_"), ("k_", "v_"))
@@ -436,15 +437,15 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
     num_entries = problem.num_seqs * (problem.num_kv_heads if is_listed else 1)
     num_groups = 1 if form.shared_prefixes is None else form.shared_prefixes[1].shape[0]
     narrowest = 32 if paired else 16  # a power of two that a matrix product takes
-    # From 64 rows on warps multiply in groups of four, and then Triton 3.6 is wrong where values
-    # are narrow: 16 columns beside keys of 128, and 32 beside 64.
+    # From 64 rows on Triton uses wgmma, and then Triton 3.6 computes narrow values wrongly: 16
+    # columns with keys of 128, and 32 with keys of 64.
     narrowest_v = max(narrowest, 64 if plan.tile_m >= 64 else 16)
     v_width = max(narrowest_v, power_of_2(problem.v_head_size))
     return {
         "GROUP": problem.group,
         "SIZE": problem.head_size,
         "V_SIZE": problem.v_head_size,
-        # A power of two divides by a shift; others are an argument, and one kernel serves all.
+        # A power of two is a constant, divided by a shift; others are an argument of one kernel.
         "BLOCK_SIZE": block_size if block_size & (block_size - 1) == 0 else 0,
         "PACKED": _PACKED.get(problem.kv_dtype, "none") if paired else "none",
         "PAGED": True,
@@ -473,8 +474,8 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "PREFETCH": not INTERPRETED,
         "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
-        # Scales of tokens are copied by way of the L1 cache, where old ones may be left.
-        # Lengths with gaps are copied by the kernel in front.
+        # Scales for each token go through the L1 cache, which may hold stale ones. Lengths that
+        # are not contiguous are copied by the previous kernel.
         "EARLY": form.allows_early_reads
         and not is_listed
         and problem.scale_kind != "token"
@@ -485,9 +486,9 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
 def _choose_merge(problem: Problem, plan: GpuPlan, rows: int, width: int) -> dict[str, int]:
     """Return how splits' states of some rows are merged: see ``hopper_merge``.
 
-    Half of the states that are merged at once are still being loaded. More than eight loads of one
-    CTA, one after the other, take longer than merging groups first. Rows of threads that a state
-    leaves free, of four columns a thread, merge other splits of a head with many.
+    Half of the states that are merged at once are still being loaded. More than eight dependent
+    loads of one CTA take longer than merging groups first. Threads that are left over, at four
+    columns per thread, merge other splits of the head.
     """
     pairs = problem.num_seqs * problem.num_kv_heads
     has_many = plan.split_size > 0 or pairs * MERGED_AT_ONCE <= 2 * plan.num_programs
@@ -506,7 +507,7 @@ def _choose_merge(problem: Problem, plan: GpuPlan, rows: int, width: int) -> dic
 
 def _choose_at_once(rows: int, width: int, is_apart: bool) -> int:
     """Return how many splits' states of some rows a merge loads at once."""
-    if is_apart:  # it has all registers
+    if is_apart:  # a separate launch has all registers
         return max(1, MERGE_WARPS * 1024 // (rows * width))
     return max(1, min(MERGED_AT_ONCE, 8192 // (rows * width)))
 
@@ -517,7 +518,7 @@ def _log2(tiles: int) -> int:
 
 
 def _dot(problem: Problem) -> Any:
-    """Return the type of products: the elements' own, float16 of 8 bits, float32 of a mixture."""
+    """Return the type of products: the elements' own, float16 for 8 bits, else float32."""
     if problem.kv_dtype.itemsize == 1:
         return tl.float32 if problem.q_dtype == torch.float32 else tl.float16
     return _DOTS[problem.q_dtype if problem.q_dtype == problem.kv_dtype else torch.float32]
@@ -526,7 +527,7 @@ def _dot(problem: Problem) -> Any:
 def _new_rows(
     device: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor of any content on the current GPU, or where ``device`` is -1 on the CPU.
+    """Return an uninitialised tensor on the current GPU, or on the CPU if ``device`` is -1.
 
     ``device`` is a tensor's ``get_device()``.
     """

@@ -1,6 +1,6 @@
-"""When the forward kernel may divide a tile's keys among CTAs, and the numbers of its cost rule.
+"""The host's rule for splitting a tile's keys among CTAs, and the constants of its cost model.
 
-Host integers only: the kernel itself decides from the lengths (``splits``).
+It uses host integers only; the kernel itself decides from the lengths (``splits``).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from .tiling import Tiling
 
 LEAST_KEYS = 1024
-"""Of a split, unless it is its tile's last."""
+"""Fewest keys of a split, unless it is its tile's last."""
 
 MOST_MIXED_KEYS = 8 * LEAST_KEYS
 """Up to this many keys of the longest sequence of a mixed batch, which is likely a decoding one,
@@ -16,16 +16,16 @@ keys are not divided: the kernel that divides them takes longer to start, since 
 instructions (15 µs on an H100, if they are not in its caches)."""
 
 MOST_SPLITS = 32
-"""Of one tile, at most."""
+"""Most splits of one tile."""
 
 MOST_SEQS = 2048
-"""Sequences of a batch whose keys are divided: shared memory holds a number for each."""
+"""Most sequences of a batch whose keys are split: shared memory holds a number for each."""
 
 MOST_DRAWN_SEQS = 32
-"""Sequences of unequal lengths whose tiles are drawn: a warp has a lane for each."""
+"""Most sequences of unequal lengths that are sorted by their keys: a warp has a lane for each."""
 
 SLOTS = 512
-"""Partial results of a launch: 32 MiB of float32 for heads of up to 128, 64 MiB for wider ones."""
+"""Most partial results of a launch: 32 MiB for heads of up to 128, 64 MiB for wider ones."""
 
 # In tiles of keys that a multiprocessor computes (about 1.2 µs); estimated, see decision 30.
 ITEM_COST = 2.0
@@ -40,10 +40,10 @@ _WAVES_GAIN = 1.12  # at least how much longer whole waves take than an even sha
 
 
 def pack_of(group: int, max_query_len: int, tiling: Tiling) -> int:
-    """Return the heads beside each other in a tile: more when there are few tokens to fill it.
+    """Return how many query heads share a tile: more when there are few tokens to fill it.
 
-    Up to eight even where one head's tokens would fill it: fewer rows of a sequence's last tile are
-    empty, and fewer keys of a tile masked.
+    Up to eight even where one head's tokens would fill it, because then fewer rows of a sequence's
+    last tile are empty, and fewer keys of a tile are masked.
     """
     pack = 1
     while (
@@ -69,22 +69,21 @@ def divides_keys(
 ) -> bool:
     """Return whether a batch may leave multiprocessors idle that splits of keys could occupy.
 
-    So it may if its tiles are too few for one and a half waves of programs, as far as the host
-    knows, and if queries may see more than two splits' keys on average. So it may, too, if its
-    last wave is far from full and keys are long: then only that wave's tiles are divided (heads of
-    64 and capped scores lose more by the other tiles of the kernel that divides keys). Otherwise
-    the kernel that does not divide keys runs.
+    True if the host's bounds allow fewer than one and a half waves of tiles, and if queries may see
+    more than two splits' keys on average. True, too, if the last wave is far from full and keys are
+    long: then only that wave's tiles are split (for heads of 64 and capped scores the kernel with
+    splits has slower tiles). Otherwise the kernel without splits runs.
 
     Args:
-        tiling: Of the kernel.
-        num_programs: Multiprocessors.
-        num_seqs: Sequences.
-        num_tokens: New tokens of all.
-        max_query_len: At least the most new tokens of one.
-        max_seq_len: At least the most keys of one.
+        tiling: Tiling of the kernel.
+        num_programs: Number of multiprocessors.
+        num_seqs: Number of sequences.
+        num_tokens: New tokens of all sequences.
+        max_query_len: Upper bound of a sequence's new tokens.
+        max_seq_len: Upper bound of a sequence's keys.
         num_heads: Query heads.
         group: Query heads of a KV head.
-        short: Sequences with up to so many new tokens are left to another launch.
+        short: Sequences with up to this many new tokens are left to another launch.
     """
     if num_seqs > MOST_SEQS or 2 * max_seq_len - max_query_len <= 4 * LEAST_KEYS:
         return False

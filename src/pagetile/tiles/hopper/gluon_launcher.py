@@ -1,4 +1,4 @@
-"""Launching kernels that are written in Gluon, with descriptors for the copy engine."""
+"""Launcher of Gluon kernels, with tensor descriptors for TMA."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..triton.launch import Launcher, is_aligned
 
 
 class Described(NamedTuple):
-    """What a launch reads of Triton's ``TensorDescriptor``.
+    """A tensor descriptor with the fields of Triton's ``TensorDescriptor`` that a launch reads.
 
-    Boxes and layouts are settled when a kernel is compiled. Triton's own takes them at each call
-    again and checks them, which takes as long as a launch where there are eight.
+    Boxes and layouts are fixed when a kernel is compiled. Triton's class checks them at every
+    call; for eight descriptors that takes as long as a launch.
     """
 
     base: Tensor
@@ -28,17 +28,17 @@ class Described(NamedTuple):
 
 
 def is_described(x: Tensor) -> bool:
-    """Whether the copy engine can go to its rows: on 16 bytes, one after another."""
+    """Return whether TMA can read a tensor's rows: 16-byte aligned and contiguous."""
     return is_aligned(x) and all(stride > 0 for stride in x.stride()[:-1])
 
 
 def align(x: Tensor) -> Tensor:
-    """The same rows where the copy engine can read them."""
+    """Return the tensor, or a copy that TMA can read."""
     return x if is_described(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 class GluonLauncher(Launcher):
-    """A launcher of kernels written in Gluon; a tensor in a descriptor's place is described."""
+    """Launches a Gluon kernel; makes descriptors of tensors passed for descriptor parameters."""
 
     source = GluonASTSource
 
