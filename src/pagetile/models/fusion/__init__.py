@@ -1,14 +1,14 @@
-"""Decoder layers as few launches, recognised by what they compute.
+"""Fuses decoder layers, recognised by their results, into few launches.
 
 ::
 
-    trace       run the model and each of its layers on random numbers, and note who computes what
-    structure   find the role of each module, and compare the formula with what was noted
-    weights     lay q, k, v and gate, up side by side; the parameters become views
-    layer       the forward that runs instead: at most 8 launches
-    ends        what comes before the first layer and after the last: angles, norm, logits
+    trace       run the model and each of its layers on random inputs, and record all modules' calls
+    structure   find the role of each module, and compare the role's formula with the records
+    weights     merge the weights of q, k, v and of gate, up; the parameters become views
+    layer       the fused forward of a layer, at most 8 launches
+    ends        embedding, angles, last norm and logits
 
-A layer that computes anything else is left alone.
+A layer with another structure is not changed.
 """
 
 from .fuse import Fusion, fuse

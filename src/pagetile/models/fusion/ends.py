@@ -1,4 +1,4 @@
-"""What a model runs before its first layer and after its last: angles, the last norm, logits."""
+"""Fused code before the first layer and after the last: embedding, angles, last norm, logits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .structure import is_linear
 from .trace import Event, ModelTrace
 
 _MOST_BYTES = 64 << 20
-"""Of a table of angles."""
+"""Most bytes of a table of angles."""
 
 
 def last_norm(link: Link, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The forward of a norm whose result the layer before it may have computed."""
+    """Forward of a norm whose result the layer before it may have computed already."""
 
     def forward_last(x: Tensor) -> Tensor:
         normed = link.take(x)
@@ -31,7 +31,7 @@ def last_norm(link: Link, forward: Callable[[Tensor], Tensor]) -> Callable[[Tens
 
 
 def small_head(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:
-    """The forward of a linear module by ``small_linear`` where that is faster."""
+    """Forward of a linear module by ``small_linear`` where that is faster."""
     if not is_linear(module):
         return None
     own = type(module).forward
@@ -53,7 +53,7 @@ def small_head(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | Non
 
 
 def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
-    """The implementation of ``small_linear`` to run; ``""`` where torch's product is faster."""
+    """Return the implementation of ``small_linear`` to run; ``""``: torch's product is faster."""
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return ""
     shape = x.numel() // max(1, x.shape[-1]), *weight.shape, x.dtype
@@ -64,7 +64,7 @@ def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
 
 
 def table_of_tokens(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:
-    """The forward of a token embedding by ``take_rows``; ``None`` if it does more than that."""
+    """Return the forward of a token embedding by ``take_rows``; ``None`` if it does more."""
     own = own_forward(module)
     weight: Any = getattr(module, "weight", None)
     if own is None or type(weight) is not nn.Parameter or weight.ndim != 2:
@@ -86,12 +86,12 @@ def table_of_tokens(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] 
 def find_angles(
     trace: ModelTrace, max_model_len: int | None, impl: str
 ) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Modules that turn positions into cosines and sines, and a forward that looks them up.
+    """Return modules that compute cosines and sines of positions, and a forward with a table.
 
     Args:
         trace: A forward of the model.
-        max_model_len: Positions stay below; without a limit nothing is found.
-        impl: What ``take_rows`` runs.
+        max_model_len: Upper limit of positions; without one nothing is found.
+        impl: The implementation of ``take_rows``.
     """
     if max_model_len is None:
         return []

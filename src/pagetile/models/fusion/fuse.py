@@ -1,4 +1,4 @@
-"""Fuse what can be fused of a model: the attributes that its modules have while it is driven."""
+"""Fuses a model: finds the replacements of its modules' ``forward`` during a step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OPTIONS = {"scaling": "softmax_scale", "sliding_window": "sliding_window",
 
 @dataclass(eq=False)
 class Fusion:
-    """What was found in a model."""
+    """The replacements found for a model."""
 
     replacements: list[Replacement] = field(default_factory=list)
-    """All of them, those that were given included."""
+    """All replacements, those that were given included."""
     reasons: dict[str, str | None] = field(default_factory=dict)
-    """Why each decoder layer is not fused, by its name; ``None``: it is."""
+    """For each decoder layer by name, why it is not fused; ``None``: it is."""
 
 
 @torch.no_grad()
@@ -43,14 +43,14 @@ def fuse(
     replacements: Sequence[Replacement],
     impl: str,
 ) -> Fusion:
-    """Recognise decoder layers and what is around them, and merge their weights.
+    """Recognise decoder layers, embedding, norm and head, and merge the layers' weights.
 
     Args:
         model: The model, in evaluation mode.
         attention: Its attention layers, in the order of their calls.
-        max_model_len: Positions stay below.
-        replacements: What is replaced within the modules already.
-        impl: What the fused operations run.
+        max_model_len: Upper limit of positions.
+        replacements: Replacements within the modules that exist already.
+        impl: The implementation of the fused operations.
     """
     names = {module: name for name, module in model.named_modules()}
     parents = {layer: _find_parent(model, names, layer.module) for layer in attention}
@@ -61,7 +61,7 @@ def fuse(
     forwards = {module: value for module, name, value in replacements if name == "forward"}
     try:
         trace = trace_model(model, layers, max_model_len)
-    except Exception as error:  # what a model makes of random numbers is its own affair
+    except Exception as error:  # a model may raise anything for random inputs
         found.reasons = {names[layer]: f"its model cannot be traced: {error}" for layer in layers}
         return found
     calls = {call.module: call for call in trace.layers}
@@ -84,7 +84,7 @@ def fuse(
 
 
 def _find_ends(model: PreTrainedModel, impl: str) -> list[Replacement]:
-    """Forwards of the token embedding and of the language model's head."""
+    """Return replacements of the token embedding and of the language model's head."""
     found: list[Replacement] = []
     embedding = model.get_input_embeddings()
     take = table_of_tokens(embedding, impl)
@@ -100,7 +100,7 @@ def _find_ends(model: PreTrainedModel, impl: str) -> list[Replacement]:
 def _find_parent(
     model: nn.Module, names: dict[nn.Module, str], module: nn.Module
 ) -> nn.Module | None:
-    """The element of a list of modules that a module lies in."""
+    """Return the element of a list of modules that contains a module."""
     path = names[module].split(".")
     for at in reversed(range(1, len(path))):
         if isinstance(model.get_submodule(".".join(path[:at])), nn.ModuleList):
@@ -111,7 +111,7 @@ def _find_parent(
 def _fuse_layer(
     model: PreTrainedModel, call: LayerCall | None, layer: AttentionLayer, impl: str
 ) -> FusedLayer | str:
-    """The layer's forward by fused kernels, or why there is none."""
+    """Return the layer's fused forward, or why there is none."""
     if call is None or not call.args:
         return "it is not called with its hidden states first"
     if not layer.writes:
@@ -130,7 +130,7 @@ def _fuse_layer(
         structure = recognise(call, runs)
     except Mismatch as error:
         return str(error)
-    except Exception as error:  # it was not made for float32, or for random numbers
+    except Exception as error:  # a layer may raise anything for float32 or random inputs
         return f"it cannot be traced: {error}"
     groups = [structure.qkv, (structure.o,)]
     if isinstance(structure.mlp, Mlp):
@@ -142,7 +142,7 @@ def _fuse_layer(
 
 
 def _watch(structure: Structure, forwards: dict[nn.Module, Any]) -> Watch:
-    """The modules that a fused layer passes by, and what stands on them while it is driven."""
+    """Return the modules that a fused layer does not call, and their replaced ``forward``s."""
     called = structure.mlp.modules() if isinstance(structure.mlp, nn.Module) else ()
     left = {structure.layer, *called}
     inside = [module for module in structure.layer.modules() if module not in left]
@@ -177,7 +177,7 @@ def _connect(
 
 
 class _without_tf32:
-    """Products in float32 as exact as float32 is, for a while."""
+    """Context in which float32 products are exact (no TF32)."""
 
     def __enter__(self) -> None:
         self.before = torch.get_float32_matmul_precision()

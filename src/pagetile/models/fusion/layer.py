@@ -1,4 +1,4 @@
-"""A decoder layer by fused kernels: what runs in place of a recognised layer's ``forward``.
+"""The fused forward of a recognised decoder layer.
 
 Launches of a step of 1 or 2 tokens, on a Hopper GPU of up to 16, and of any other step::
 
@@ -37,7 +37,7 @@ from .weights import Product, merge
 
 
 class Link:
-    """Hidden states between two layers, and their norm that the first one has computed."""
+    """Hidden states between two layers, with their norm, computed by the first layer."""
 
     __slots__ = ("hidden", "norm", "normed")
 
@@ -47,17 +47,17 @@ class Link:
         self.normed: Tensor | None = None
 
     def take(self, hidden: Tensor) -> Tensor | None:
-        """The norm of these hidden states, if it is known; it is forgotten then."""
+        """Return the norm of these hidden states if it is known, and forget it."""
         normed = self.normed if self.hidden is hidden else None
         self.hidden = self.normed = None
         return normed
 
 
 class Watch:
-    """Modules that are not called while a model is driven, and how they were when it was loaded.
+    """Modules that a fused layer does not call, and their state when it was loaded.
 
     Args:
-        modules: The modules, and the ``forward`` that stands on each while the model is driven.
+        modules: The modules, and the ``forward`` that each has during a step.
     """
 
     def __init__(self, modules: list[tuple[nn.Module, object]]) -> None:
@@ -68,7 +68,7 @@ class Watch:
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        # Merged ones are views, whose memory a module's ``to`` replaces.
+        # Merged parameters are views; a module's ``to`` replaces their memory.
         self._addresses = [
             (parameter, parameter.data_ptr())
             for _, _, parameter in self._weights
@@ -76,7 +76,7 @@ class Watch:
         ]
 
     def is_as_before(self) -> bool:
-        """Whether the modules compute what they did, and no hook waits for their calls."""
+        """Return whether the modules are unchanged and have no hooks."""
         for module, forward in self._modules:
             own = module.__dict__
             if own.get("forward") is not forward:
@@ -90,14 +90,14 @@ class Watch:
 
 
 class FusedLayer:
-    """The forward of a recognised decoder layer.
+    """Fused forward of a recognised decoder layer.
 
     Args:
-        structure: The layer.
+        structure: The layer's structure.
         attention: Its attention module, with the cache and the step.
-        options: Arguments of ``paged_attention`` that the layer asks for.
+        options: The layer's arguments of ``paged_attention``.
         kwargs: Names of the arguments that its model calls it with.
-        impl: What the fused operations run.
+        impl: The implementation of the fused operations.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FusedLayer:
         self.before, self.after = Link(structure.input_norm), Link(None)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own; whatever is not as it was when it was recognised runs that."""
+        """Run the layer; by its own code if anything differs from when it was recognised."""
         layer = self.structure.layer
         normed = self.before.take(hidden)
         if (
@@ -134,7 +134,7 @@ class FusedLayer:
         ):
             try:
                 out = self._run(hidden, normed, kwargs)
-            except PagetileError:  # what the kernels do not take, the layer's own code may
+            except PagetileError:  # not supported: run the layer's own code
                 pass
             else:
                 return (out,) if self.structure.returns_tuple else out
@@ -167,7 +167,7 @@ class FusedLayer:
         return result
 
     def _attend(self, x: Tensor, normed: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
-        """Attention before its last product, ``[num_tokens, num_heads * v_head_size]``."""
+        """Return attention before its last product, ``[num_tokens, num_heads * v_head_size]``."""
         structure, attention = self.structure, self.attention
         step, k_cache, v_cache = attention.step, attention.k_cache, attention.v_cache
         assert step is not None
@@ -188,7 +188,7 @@ class FusedLayer:
     def _choose(
         self, x: Tensor, product: Product, activation: str = "", *, has_norm: bool = False
     ) -> str:
-        """The implementation of ``small_linear`` to run; ``""`` where torch's product is faster."""
+        """Return the implementation of ``small_linear``; ``""``: torch's product is faster."""
         rows, size = product.weight.shape
         shape = rows // (2 if activation else 1), size
         is_gated, device = bool(activation), DeviceInfo.of(x.device)
@@ -201,7 +201,7 @@ class FusedLayer:
         return self.impl if is_taken else ""
 
     def _choose_for_parts(self, x: Tensor, product: Product) -> str:
-        """The implementation of ``partial_products`` to run; ``""`` where a product is faster."""
+        """Return the implementation of ``partial_products``; ``""``: one product is faster."""
         if product.bias is not None:
             return ""
         shape = (len(x), *product.weight.shape, x.dtype)
@@ -211,7 +211,7 @@ class FusedLayer:
         return self.impl if is_faster_in_parts(*shape) else ""
 
     def _takes_norm(self, x: Tensor, product: Product, activation: str = "") -> bool:
-        """Whether a product computes the norm before it."""
+        """Return whether a product computes the norm before it."""
         return bool(self._choose(x, product, activation, has_norm=True))
 
     def _product(
@@ -236,7 +236,7 @@ class FusedLayer:
         self, residual: Tensor, x: Tensor, product: Product | None, post: Norm | None,
         following: Norm | None, is_taken: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """``residual + post(product(x))``, and its norm unless the next product takes it in."""
+        """Return ``residual + post(product(x))``, with its norm unless the next product has it."""
         if product is not None:
             impl = self._choose(x, product) if post is None and is_taken else ""
             if impl:

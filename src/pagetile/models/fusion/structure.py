@@ -1,6 +1,6 @@
-"""The role of each module of a decoder layer, found by its calls and proven by its numbers.
+"""The role of each module of a decoder layer, found by its calls and checked by its results.
 
-The formula, ``[]`` being what a layer may lack::
+The formula, with optional parts in ``[]``::
 
     q, k, v = [bias +] products of [input_norm](x)
     h       = x + [post_attention_norm](o(attention([turn]([q_norm](q)), [turn]([k_norm](k)), v)))
@@ -26,11 +26,11 @@ from ..fused import own_forward, read_norm
 from .trace import Event, LayerCall, LayerRun
 
 _NEAR = 1e-4
-"""Relative difference that float32 products in another order may have."""
+"""Relative tolerance of float32 products in another order."""
 
 
 class Mismatch(Exception):
-    """A layer computes something else; the message says where it differs."""
+    """A layer has another structure; the message says where it differs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Mlp:
     """``down(activation(gate(z)) * up(z))``."""
 
     gate_up: tuple[nn.Module, ...]
-    """The gate and the other, or one module whose first rows are the gate's."""
+    """The gate and up projections, or one module whose first rows are the gate's."""
     activation: str
     down: nn.Module
 
@@ -51,9 +51,9 @@ class Structure:
     attention: nn.Module
     heads: Heads
     has_angles: bool
-    """Whether queries and keys are turned by ``position_embeddings``."""
+    """Whether queries and keys are rotated by ``position_embeddings``."""
     qkv: tuple[nn.Module, ...]
-    """Products that give queries, keys and values, or one that gives them side by side."""
+    """The projections of queries, keys and values, or one for all three."""
     o: nn.Module
     mlp: Mlp | nn.Module
     input_norm: Norm | None
@@ -64,7 +64,7 @@ class Structure:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module has a matrix ``[out, in]`` and at most a bias, as plain parameters."""
+    """Return whether a module has only a matrix ``[out, in]`` and at most a bias as parameters."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     weight, bias = tensors.pop("weight", None), tensors.pop("bias", None)
     return (
@@ -78,14 +78,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def recognise(call: LayerCall, runs: Sequence[LayerRun]) -> Structure:
-    """The structure of a layer.
+    """Return the structure of a layer.
 
     Args:
         call: How its model calls it.
-        runs: The layer alone, by ``run_layer``.
+        runs: Records of the layer alone, by ``run_layer``.
 
     Raises:
-        Mismatch: It computes something else.
+        Mismatch: It has another structure.
     """
     return _Recogniser(call, runs).recognise()
 
@@ -137,7 +137,7 @@ class _Recogniser:
     # --- roles by the order of calls ---------------------------------------------------------
 
     def _order_children(self) -> tuple[list[Norm], list[Norm], nn.Module, list[Norm]]:
-        """Norms before, between and after attention and the feed-forward module."""
+        """Return the norms before, between and after attention and the feed-forward module."""
         groups: list[list[Norm]] = [[]]
         mlp = None
         children = set(self.layer.children())
@@ -226,7 +226,7 @@ class _Recogniser:
         return found if is_pair else (None, None)  # type: ignore[return-value]
 
     def _find_mlp(self, mlp: nn.Module, zs: list[Tensor], ys: list[Tensor]) -> Mlp | None:
-        """The roles within a feed-forward module; ``None`` if it is of another kind."""
+        """Return the roles within a feed-forward module; ``None`` if it has another structure."""
         inside = [m for m in mlp.modules() if any(True for _ in m.parameters(recurse=False))]
         called = [event.module for event in self.runs[0].events if event.module in set(inside)]
         if (
@@ -305,7 +305,7 @@ def _with_weight(run: LayerRun, norm: Norm | None) -> Norm | None:
 
 
 def first_of(output: Any) -> Any:
-    """What a module returns, or the first of several."""
+    """Return a module's result, or the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -1,7 +1,7 @@
-"""What the modules of a model are given and return, noted while it runs on random numbers.
+"""Records the inputs and results of a model's modules while it runs on random inputs.
 
-The attention function of a trace computes nothing: it notes its arguments and returns random
-numbers, so that what a layer does with them can be seen.
+The attention function of a trace records its arguments and returns random numbers, so that the
+record shows how a layer uses them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 TRACE = "pagetile_trace"
 
 GAINS = (None, 1.5, 50.0)
-"""How large the numbers of a run become, relative to a product's input; ``None``: as they are.
+"""Scales of a run's products relative to their input; ``None``: unscaled.
 
-Activations are told apart by numbers around 1, limits on what a product may return by large ones,
-and additions by all three.
+Values around 1 distinguish activations, large ones reveal clamps, and all three reveal additions.
 """
 
 _NUM_TOKENS = 6
@@ -102,7 +101,7 @@ def trace_model(
     Args:
         model: The model.
         layers: Its decoder layers, and the attention module of each.
-        max_model_len: Positions stay below.
+        max_model_len: Upper limit of positions.
     """
     from transformers import AttentionInterface
 
@@ -164,7 +163,7 @@ def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> La
 def _amplify(parameter: Tensor, gain: float | None) -> Tensor:
     if gain is None:
         return parameter
-    if parameter.ndim < 2:  # biases that are 0 and norms that are 1 would show nothing
+    if parameter.ndim < 2:  # with biases of 0 and norms of 1 a role would not show
         return parameter + 0.3 * _random(parameter.shape, parameter)
     length: Tensor = torch.linalg.vector_norm(parameter, dim=-1).mean().clamp_min(1e-20)
     return parameter * (gain / length)

@@ -1,4 +1,4 @@
-"""Weights of products with the same input, side by side in one tensor.
+"""Merges the weights of products with the same input into one tensor.
 
 ::
 
@@ -6,8 +6,8 @@
     after    merged   [ n_q + n_k + n_v, size ]
              q.weight = merged[:n_q]   k.weight = merged[n_q : n_q + n_k]   ...
 
-The parameters stay the model's own and become views, so nothing is held twice, ``state_dict`` has
-the same names, and what is written to a parameter in place is what the merged product reads.
+The parameters stay the model's own and become views, so nothing is stored twice, ``state_dict`` has
+the same names, and the merged product sees in-place changes of a parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Product:
 
 
 def can_merge(modules: Sequence[nn.Module]) -> bool:
-    """Whether the modules' weights have one type, device and width, and all or none a bias."""
+    """Return whether weights have one type, device and width, and all or none a bias."""
     weights: list[Any] = [module.weight for module in modules]
     biases: list[Any] = [getattr(module, "bias", None) for module in modules]
     given = [bias for bias in biases if bias is not None]
@@ -45,14 +45,14 @@ def can_merge(modules: Sequence[nn.Module]) -> bool:
 
 @torch.no_grad()
 def merge(modules: Sequence[nn.Module]) -> Product:
-    """Lay the weights and biases of linear modules side by side; see the module above."""
+    """Merge the weights and biases of linear modules; see the module's docstring."""
     weights: list[Any] = [module.weight for module in modules]
     biases: list[Any] = [getattr(module, "bias", None) for module in modules]
     return Product(_join(weights), None if biases[0] is None else _join(biases))
 
 
 def _join(parts: list[nn.Parameter]) -> Tensor:
-    """One tensor of all parts, which become views of it; none is copied if they lie so already."""
+    """Return one tensor of all parts, which become its views; no copy if they are adjacent."""
     first, rows = parts[0].data, sum(len(part) for part in parts)
     if len(parts) == 1:
         if not first.is_contiguous():

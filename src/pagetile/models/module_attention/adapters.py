@@ -1,4 +1,4 @@
-"""Make attention modules call Transformers' attention interface for the length of a step.
+"""Makes attention modules call Transformers' attention interface for the length of a step.
 
 Five families of Transformers compute attention in their modules (``families``). One method of each
 module is replaced by ``driven``; the replacement calls the attention function that the model's
@@ -37,14 +37,14 @@ _USUAL_KEYS = 2048
 _NUM_TOKENS = {4: 300, 8: 300, 2: 14}
 """Tokens of the comparison by bytes of an element.
 
-Enough for GPT-Neo's window of 256 and for a bias that bfloat16 rounds. Of 16-bit types few,
-because BLOOM itself rounds its bias to them, the more the further a key is.
+Enough for GPT-Neo's window of 256 and for a bias that bfloat16 rounds. Few in 16-bit types, because
+BLOOM rounds its bias to them, and the error grows with the key's distance.
 """
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def find_reference(model: PreTrainedModel) -> str:
-    """The implementation of a model's own attention that its logits are compared with.
+    """Return the implementation of a model's own attention to compare its logits with.
 
     Falcon with ALiBi adds its bias twice under "eager" and once under "sdpa". A model with adapters
     is compared with the implementation that it is set to, every other model with "eager".
@@ -77,7 +77,7 @@ def find_adapters(model: PreTrainedModel, max_model_len: int | None) -> list[Rep
 
 
 def _interface(config: PreTrainedConfig) -> Attention:
-    """The attention function that a config names at the time of the call."""
+    """Return the attention function that a config names at the time of the call."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def call(*arguments: Any, **options: Any) -> tuple[Tensor, Any]:
@@ -143,7 +143,7 @@ def _read_bias(
 
 
 def _adds_twice(module: nn.Module) -> bool:
-    """Whether a module's model adds the bias to its mask as well, as Falcon's does in "eager"."""
+    """Return whether a model adds the bias to its mask as well, as Falcon's does in "eager"."""
     return hasattr(module, "new_decoder_architecture")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 
 _LANES = 8
-"""Head sizes are multiples of it."""
+"""Head sizes must be multiples of this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class KeyBias:
 
 
 def fit_bias(bias: Tensor) -> KeyBias:
-    """Find the slopes of a bias that a model was seen to use.
+    """Find the slopes of a bias that a model passes to its attention.
 
     Args:
         bias: ``[num_heads, length]``: the bias on keys at positions 0, 1, ... or, shifted by a

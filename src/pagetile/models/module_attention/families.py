@@ -1,4 +1,4 @@
-"""What the attention modules of five families do around their attention.
+"""Replacements of the attention methods of five families of Transformers' models.
 
 Each function here makes the replacement of one method of one class. It computes queries, keys and
 values as the class does, hands them to ``attention`` as Transformers' attention interface would,
@@ -7,7 +7,7 @@ and projects the result as the class does::
     bloom, mpt, falcon   forward(hidden_states, ...)      projections are repeated here
     gptj, gpt_neo        _attn(query, key, value, mask)   projections and rotary stay the module's
 
-``adapters`` proves every one against the module's own forward before it is used.
+``adapters`` compares each with the module's own forward before it is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Family:
 
     Attributes:
         method: The method that is replaced.
-        make: From a module, the attention to call, and the bias, to the replacement.
+        make: Returns the replacement, from a module, the attention to call, and the bias.
         bias: The argument of ``forward`` that holds an ALiBi bias, if there may be one.
         needs_mask: Whether its model fails without an attention mask.
     """
@@ -72,7 +72,7 @@ def _mpt(module: Any, attention: Attention, bias: KeyBias | None) -> Callable[..
             qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         q, k, v = (part.unflatten(2, sizes).transpose(1, 2) for part in qkv.chunk(3, dim=2))
         if attention_mask is not None and attention_mask.numel() == 1:
-            attention_mask = None  # the placeholder that its model needs
+            attention_mask = None  # it was a placeholder that its model needs
         out, _weights = attention(
             module, q, k, v, attention_mask, scaling=module.softmax_scale, alibi_slopes=slopes
         )
@@ -159,7 +159,7 @@ def _gpt_neo(module: Any, attention: Attention, bias: KeyBias | None) -> Callabl
 
 
 def _read_window(module: nn.Module) -> int | None:
-    """The number of keys that every row of a module's own mask shows, ``None`` for all."""
+    """Return the number of keys that each row of a module's mask shows; ``None``: all."""
     shown: Tensor = module.bias[0, 0]  # type: ignore[index]
     size = len(shown)
     window = int(shown[-1].sum())
@@ -172,7 +172,7 @@ def _read_window(module: nn.Module) -> int | None:
 
 
 def _combine(mask: Tensor, own: Tensor) -> Tensor:
-    """A mask that shows what both the model's mask and the module's own buffer show."""
+    """Return the conjunction of the model's mask and the module's own buffer."""
     combined = mask.clone()
     visible = mask.is_visible  # type: ignore[attr-defined]
 
@@ -198,7 +198,7 @@ MODEL_TYPES = frozenset({"bloom", "mpt", "falcon", "gptj", "gpt_neo"})
 
 
 def find_family(module: nn.Module) -> Family | None:
-    """The family of a module that runs Transformers' own forward; ``None`` if it has another."""
+    """Return the family of a module with Transformers' own forward; ``None`` for others."""
     function = own_forward(module)
     if function is None or not function.__module__.startswith("transformers.models."):
         return None
