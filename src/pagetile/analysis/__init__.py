@@ -1,1 +1,1 @@
-"""What attention costs, by exact counting: bytes, roofs, memory plans, and pictures of them."""
+"""Costs of attention, counted exactly: bytes, rooflines, memory plans, and pictures of them."""

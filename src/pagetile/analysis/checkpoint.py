@@ -1,4 +1,4 @@
-"""What a checkpoint directory says of itself: ``config.json`` and the heads of its weight files."""
+"""Reads a checkpoint's ``config.json`` and the headers of its weight files, for memory plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = {"sliding_attention": "sliding window", "chunked_attention": "chunked a
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a memory plan needs to know of a model."""
+    """Properties of a model that a memory plan needs."""
 
     model_type: str
     layers: tuple[LayerKind, ...]
@@ -73,7 +73,7 @@ def read_checkpoint(
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """A model's attention layers, those that keep the same of a token counted together."""
+    """Return a model's attention layers, grouped by what they cache for a token."""
     text = config.get_text_config(decoder=True)
     num_layers = text.num_hidden_layers
     num_owners = num_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
@@ -115,11 +115,11 @@ def _layer_kind(text: PreTrainedConfig, position: int, *, is_shared: bool) -> La
 
 
 def weight_bytes(directory: Path, element_bytes: int) -> int | None:
-    """Bytes of the weights once loaded, from the heads of the safetensors files.
+    """Return the bytes of the loaded weights, from the headers of the safetensors files.
 
     Args:
-        directory: Of the checkpoint.
-        element_bytes: What floating-point numbers will be loaded as; others stay as they are.
+        directory: The checkpoint's directory.
+        element_bytes: Size of floating-point weights once loaded; others keep theirs unchanged.
 
     Returns:
         ``None`` where there are no such files.
@@ -144,7 +144,7 @@ def weight_bytes(directory: Path, element_bytes: int) -> int | None:
 
 
 def _read_head(file: Path) -> dict[str, Any]:
-    """The table of tensors at the start of a safetensors file: its length, then JSON."""
+    """Return the header of a safetensors file: its length, then JSON."""
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))

@@ -1,4 +1,4 @@
-"""Our dense operations beside PyTorch's: problems for ``compare``."""
+"""pagetile's dense operations beside PyTorch's: problems for ``compare``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of one decode step over a paged cache: what bounds it, and what ungrouped heads cost."""
+"""Bytes of one decode step over a paged cache, with grouped and with ungrouped query heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the present machine is, measured in a few seconds."""
+"""Measures this machine's bandwidth, product rate and exponential rate in a few seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What fits into memory: bytes of a token, blocks and sequences of a cache, and what is wasted.
+"""Memory plans: bytes of a token, blocks and sequences that fit, and wasted slots.
 
-Integers are exact. The words: a layer keeps ``num_kv_heads * (head_size + v_head_size)`` elements
+Integers are exact. A layer keeps ``num_kv_heads * (head_size + v_head_size)`` elements
 of a token; a block is ``block_size`` tokens of all layers; a sequence of ``L`` tokens holds
 ``ceil(L / block_size)`` blocks, the last of them partly filled.
 """

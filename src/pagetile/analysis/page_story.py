@@ -1,7 +1,7 @@
-"""A short story of a block pool, played with the real objects: what paging does, step by step.
+"""A demonstration of a block pool, step by step, with the real objects.
 
-Four sequences come and go over a pool of sixteen blocks of four tokens. Each step is a snapshot
-with the sentence that says what happened; the pictures of ``pagetile explain pages`` draw them.
+Four sequences use a pool of sixteen blocks of four tokens. Each step is a snapshot with a sentence
+that says what happened; the pictures of ``pagetile explain pages`` draw them.
 """
 
 from __future__ import annotations

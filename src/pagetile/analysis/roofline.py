@@ -1,11 +1,11 @@
-"""The least time that some work can take on a machine: bytes, matrix products, exponentials.
+"""Rooflines: the least time of some work on a machine, by bytes, products and exponentials.
 
 ::
 
     seconds >= max(bytes / bandwidth, flops / product rate, exponentials / exponential rate)
 
-The third roof is the one that attention of narrow heads meets: a score costs one exponential
-whatever the head size, and a Hopper GPU does 128 multiply-adds in the time of one of them.
+Exponentials bound attention with narrow heads: a score costs one exponential whatever the head
+size, and a Hopper GPU does 128 multiply-adds in the time of one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Timing of calls that take turns: the one clock of ``pagetile bench`` and ``benchmarks/``.
+"""Timing of calls in turns, for ``pagetile bench`` and ``benchmarks/``.
 
-On a machine that others use, one call's time says little. Calls take turns in shuffled rounds, so
-that drift hits all alike; all times are kept, and ratios are taken round by round.
+On a shared machine a single time says little. Calls take turns in shuffled rounds, so that drift
+affects all alike; all times are kept, and ratios are taken round by round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What moves between memory and chip, counted: a list of streams that add up."""
+"""Memory traffic as a list of streams, with their sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases, poisoned inputs, oracles and tolerances: for our tests, and for kernels of yours.
+"""Random cases, poisoned inputs, float64 oracle and tolerances, for the tests of any kernel.
 
 A kernel with the contract of ``paged_attention`` is tested in five lines:
 

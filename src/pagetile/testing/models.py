@@ -1,4 +1,4 @@
-"""Tiny Transformers models with random weights, one a family, for tests of an engine.
+"""Tiny Transformers models with random weights, one per family, for tests of an engine.
 
 The next token of a freshly initialised model hardly depends on its input. Here weights have a
 larger spread: the largest logit is clear, norms, sinks and biases change the result, and greedy
@@ -41,7 +41,7 @@ ADAPTED = (
     "gptj",
     "gpt_neo",
 )
-"""Families whose attention modules do not call it, and are replaced while the model is driven."""
+"""Families whose attention modules do not call it, and are adapted for the length of a step."""
 
 UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm", "qwen3_moe")
 """More families that run: layers share keys (gemma3n), layers do not pass keyword arguments on to

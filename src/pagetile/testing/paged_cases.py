@@ -1,4 +1,4 @@
-"""Cases of paged attention, and their inputs with everything unused poisoned.
+"""Cases of paged attention, and their inputs, in which all unused memory is poisoned.
 
 A cache that ``make_inputs`` builds, with blocks of 4 slots and sequences of 6 and 3 keys
 (x = NaN, every other slot is random)::
@@ -27,7 +27,7 @@ from ..shapes import Form, form
 from ..tiles.state import AttentionOutput
 
 TABLE_POISON = 2147480000
-"""What stands past a block table row's end: a read there leaves any cache."""
+"""Block id past the end of a table's row; it is out of bounds of any cache."""
 
 _SHORT_NAMES = {
     torch.float32: "f32",
@@ -43,10 +43,9 @@ _INT8_POISON = -128
 
 @dataclass(frozen=True)
 class PagedCase:
-    """A call of ``paged_attention`` without its numbers: lengths, sizes, types and features.
+    """A call of ``paged_attention`` without its tensors: lengths, sizes, types and features.
 
-    The batch that ``make_inputs`` draws has one more sequence than the case names: one without
-    keys, somewhere among them.
+    The batch of ``make_inputs`` has one more sequence, without keys, at a random place.
 
     Example:
         >>> case = PagedCase(query_lens=(1, 5), seq_lens=(30, 5), num_heads=8, sliding_window=4)
@@ -69,7 +68,7 @@ class PagedCase:
     kv_dtype: torch.dtype | None = None
     """Element type of the caches. ``None``: as ``dtype``."""
     scales: str | None = None
-    """What an 8-bit cache has one scale for: ``"tensor"``, ``"head"`` or ``"token"``."""
+    """Kind of scales of an 8-bit cache: one per ``"tensor"``, ``"head"`` or ``"token"``."""
     softmax_scale: float | None = None
     causal: bool = True
     sliding_window: int | None = None
@@ -79,11 +78,11 @@ class PagedCase:
     strided: bool = False
     """Whether q, out, caches and tables are views of larger tensors, dimensions in any order."""
     shares_prefix: bool = False
-    """Whether sequences hold the first one's first full blocks in common."""
+    """Whether sequences share the first one's first full blocks."""
     visible_share: float | None = None
     """Part of the blocks that ``visible_blocks`` lists for a KV head, on average; ``None``: all."""
     seed: int = 0
-    """Of the numbers, the order of blocks and the strides."""
+    """Seed of the values, the order of blocks and the strides."""
 
     def __post_init__(self) -> None:
         if len(self.query_lens) != len(self.seq_lens):
@@ -132,7 +131,7 @@ class PagedCase:
 
 @dataclass(frozen=True, eq=False)
 class PagedInputs:
-    """What a case becomes: the arguments of ``paged_attention``, and a place for its result."""
+    """The arguments of ``paged_attention`` for a case, and a tensor for its result."""
 
     case: PagedCase
     q: Tensor
@@ -151,7 +150,7 @@ class PagedInputs:
 
     @property
     def problem(self) -> Problem:
-        """What ``make_plan`` is asked about."""
+        """Return the problem, for ``make_plan``."""
         k_scale, v_scale = self.options.get("k_scale"), self.options.get("v_scale")
         k_form, v_form = Form(*form(self.k_cache)), Form(*form(self.v_cache))
         has_aligned_caches = alignment(self.q, self.k_cache, self.v_cache, None)[0]
@@ -186,7 +185,7 @@ class PagedInputs:
         return paged_attention(self.q, self.k_cache, self.v_cache, self.batch, **options)
 
     def replace(self, **changes: Any) -> PagedInputs:
-        """These inputs with some fields changed."""
+        """Return these inputs with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def share(self) -> PagedInputs:
@@ -216,7 +215,7 @@ class PagedInputs:
         return self.replace(batch=dataclasses.replace(self.batch, shared_prefixes=shared))
 
     def to(self, device: torch.device | str) -> PagedInputs:
-        """A copy of these inputs on a device, with the strides they have, poison between them."""
+        """Return a copy of these inputs on a device, with the same strides and poison between."""
         batch = dataclasses.replace(
             self.batch,
             block_tables=_move(self.batch.block_tables, device),
@@ -243,7 +242,7 @@ def _move(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def make_inputs(case: PagedCase) -> PagedInputs:
-    """Draw a case's numbers: the same case gives the same inputs on every machine.
+    """Draw a case's inputs; the same case gives the same inputs on every machine.
 
     Physical blocks are in random order. Unused slots of used blocks, unused blocks, ``out`` and
     (with ``strided``) all memory around the tensors hold NaN (-128 in int8); table entries past
@@ -298,7 +297,7 @@ def make_inputs(case: PagedCase) -> PagedInputs:
         options["visible_blocks"] = _spread(visible_blocks, -1, rng if case.strided else None)
     shapes = {"tensor": (), "head": kv[2:], "token": kv}
     for name in ("k_scale", "v_scale") if case.scales else ():
-        # Codes spread over a quarter of their range; what they stand for, over about 1.
+        # Stored values cover a quarter of their range; times the scales, about ±1.
         numbers = torch.rand(shapes[str(case.scales)], generator=generator) + 0.5
         numbers *= 4 / LARGEST_CODE[case.cache_dtype]
         options[name] = tensor(numbers, torch.float32, used if case.scales == "token" else None)

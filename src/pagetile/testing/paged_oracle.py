@@ -1,8 +1,8 @@
-"""What paged attention should give, and how far from it a result may lie.
+"""The float64 result of paged attention, and the tolerance of other results.
 
-The allowance comes from the data, never from a constant that made a test pass: an
-implementation may be twice as wrong as eager torch is on the same inputs in the same element
-type, plus what rounding alone can do when eager torch happens to be lucky::
+The tolerance comes from the data: an implementation's error may be twice that of eager torch on
+the same inputs in the same element type, plus a bound of rounding errors, since eager torch may be
+exact by chance::
 
     out:  2 · max |eager − oracle| + 2 u · (max |out| + spread) + 4 u32 · (1 + scores) · spread
     lse:  2 · max |eager32 − oracle| + 4 u32 · (1 + scores)
@@ -13,8 +13,8 @@ independently by one part in one. ``scores`` bounds the size of the scores, and 
 cap, where there is one: kernels make its tanh of numbers near 1, which rounds a capped score as if
 it were of the cap's size.
 
-A mistake in the eager code or in the oracle would widen this allowance, so the two are compared in
-float32 first: what they differ by must be explained by rounding alone.
+A mistake in the eager code or in the oracle would widen this tolerance, so the two are compared in
+float32 first: they may differ by rounding only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tolerance(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A result's errors against the oracle, beside what is allowed."""
+    """A result's errors against the oracle, and the tolerances."""
 
     error: Tolerance
     """Largest absolute errors; infinite where NaN, or a wrong -inf, was found."""
@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The worse of the two errors as a part of its allowance: over 1 is wrong."""
+        """The larger of the two errors divided by their tolerances: over 1 is wrong."""
         return max(map(_ratio, self.error, self.allowed))
 
     def __str__(self) -> str:
@@ -99,11 +99,11 @@ def _arguments(inputs: PagedInputs) -> Arguments:
 
 
 def tolerance(inputs: PagedInputs, expected: AttentionOutput | None = None) -> Tolerance:
-    """How far a result for these inputs may lie from the oracle; see the module's formula.
+    """Return the largest errors of a result for these inputs; see the module's formula.
 
     Args:
         inputs: A call.
-        expected: ``oracle(inputs)``, if it is at hand.
+        expected: ``oracle(inputs)``; computed if not given.
 
     Example:
         >>> from pagetile.testing import PagedCase, make_inputs

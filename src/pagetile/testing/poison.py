@@ -1,4 +1,4 @@
-"""Memory that a forgotten write shows in."""
+"""Poisoned memory, in which a missing write shows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ONES = 256  # fresh bytes are its complement: 0xFF; freed ones are 0
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[bool]:
-    """While open, memory from the C library is filled with 0xFF: NaN in every float type.
+    """Context in which memory of the C library is filled with 0xFF: NaN in every float type.
 
-    That is torch's empty tensors, NumPy's empty arrays and the scratch of Numba's kernels, but
-    for arrays of a few bytes. The value tells whether it works here: it needs the GNU libc.
+    It applies to torch's empty tensors, NumPy's empty arrays and the scratch of Numba's kernels,
+    except for arrays of a few bytes. The value says whether it works, for which glibc is needed.
 
     Example:
         >>> import torch

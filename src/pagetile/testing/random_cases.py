@@ -1,4 +1,4 @@
-"""Cases by chance: every length, size, type and feature meets every other."""
+"""Random cases that combine all lengths, sizes, types and features."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXP = 64  # multiply-adds that take as long as a score's exponential
 
 
 def random_case(rng: random.Random) -> PagedCase:
-    """Any legal mix of lengths, sizes, types and features; mostly small, so that many can run.
+    """Draw a legal combination of lengths, sizes, types and features; mostly small ones.
 
     Example:
         >>> case = random_case(random.Random(7))
@@ -66,14 +66,14 @@ def random_case(rng: random.Random) -> PagedCase:
 
 
 def vary(case: PagedCase, rng: random.Random) -> PagedCase:
-    """A case of other lengths and numbers that kernels compiled for ``case`` can run, as a rule.
+    """Return a case with other lengths that kernels compiled for ``case`` can usually run.
 
-    Sizes, types and features stay, and the most new tokens of a sequence: for these a GPU's
-    kernels are compiled, which takes seconds.
+    Sizes, types, features and the most new tokens of a sequence stay, because GPU kernels are
+    compiled for them, which takes seconds.
 
     Args:
-        case: What stays is taken from here.
-        rng: Where the rest comes from.
+        case: The case to vary.
+        rng: The random generator.
 
     Example:
         >>> case = random_case(random.Random(7))
@@ -102,7 +102,7 @@ def vary(case: PagedCase, rng: random.Random) -> PagedCase:
 
 
 def _lengthen(case: PagedCase, rng: random.Random) -> PagedCase:
-    """Give every sequence so many keys more, for prefixes long enough to be read once."""
+    """Add keys to every sequence, for prefixes long enough to be read once for a group."""
     more = rng.choice([0, 0, 512, 600, 1100])
     work = case.num_heads * (case.head_size + case.value_size + _EXP)
     if more * sum(case.query_lens) > _MOST_WORK // work:
@@ -118,7 +118,7 @@ def _random_size(rng: random.Random) -> int:
 def _random_lengths(
     rng: random.Random, most_scores: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and key lengths of a batch of decode, prefill, chunks or all of them."""
+    """Draw query and key lengths of a batch of decode, prefill, chunks or all of them."""
     query_lens, seq_lens = [], []
     kinds = rng.choice([["decode"], ["prefill"], ["chunk"], ["decode", "prefill", "chunk", "odd"]])
     for _ in range(rng.choice([1, 1, 2, 3, 4, 6])):

@@ -1,4 +1,4 @@
-"""``pagetile serve`` as a process of its own, for tests, benchmarks and recordings."""
+"""Runs ``pagetile serve`` in a process, for tests, benchmarks and recordings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ServerProcess:
     """A server that accepts connections.
 
     Attributes:
-        process: It; its output is read already.
-        url: Where it listens, without a path.
-        printed: What it had printed when it began to accept connections.
+        process: The process; its output is read by a thread.
+        url: Its address, without a path.
+        printed: Its output until it accepted connections.
     """
 
     process: subprocess.Popen[str]
@@ -45,7 +45,7 @@ def server_process(*arguments: str) -> Iterator[ServerProcess]:
         *arguments: Further ones of the command line.
 
     Raises:
-        RuntimeError: It ended before it accepted connections; the message has what it printed.
+        RuntimeError: It ended before it accepted connections; the message has its output.
     """
     command = [sys.executable, "-m", "pagetile", "serve", "--port", "0", *arguments]
     with subprocess.Popen(
@@ -63,7 +63,7 @@ def server_process(*arguments: str) -> Iterator[ServerProcess]:
 
 
 def _read_start(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What is printed up to the line with the URL, and the URL."""
+    """Return the output up to the line with the URL, and the URL."""
     assert process.stdout is not None
     printed = ""
     for line in process.stdout:
@@ -74,14 +74,14 @@ def _read_start(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def _read_rest(process: subprocess.Popen[str]) -> None:
-    """Read the log, which is discarded: a server whose pipe is full waits in its next line."""
+    """Read and discard the log, because a full pipe would block the server."""
     assert process.stdout is not None
     for _ in process.stdout:
         pass
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End a process: with a signal that it can handle, and if that is too slow by force."""
+    """Terminate a process, and kill it if that takes too long."""
     process.terminate()
     try:
         process.wait(_STOP_SECONDS)
