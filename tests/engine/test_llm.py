@@ -36,7 +36,7 @@ from pagetile import (
 )
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.outputs import CacheCounts, RequestOutput
-from pagetile.engine.warming import run_dummy_requests
+from pagetile.engine.warming import run_made_up
 from pagetile.testing.models import REFUSED, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -928,7 +928,7 @@ def test_an_open_stream_is_not_disturbed(llm: LLM) -> None:
 
 def test_warming_up_leaves_no_trace():
     llm, other = (LLM(num_blocks=256, max_model_len=512) for _ in range(2))
-    run_dummy_requests(llm.engine, 1500)
+    run_made_up(llm.engine, 1500)
     llm.engine.check()
     assert not llm.engine.has_unfinished
     assert llm.engine.counts == CacheCounts()

@@ -20,7 +20,7 @@ import torch
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine, kernel_steps
 from pagetile.engine.cuda_graphs import StepGraphs
-from pagetile.engine.warming import run_dummy_requests
+from pagetile.engine.warming import run_made_up
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import load_model
@@ -731,7 +731,7 @@ def test_a_storm_loses_no_block_and_leaves_no_request_unanswered(num_requests: i
 
 def test_warming_up_leaves_no_trace(engine: Engine) -> None:
     """What a GPU runs before the first request is run here by hand."""
-    run_dummy_requests(engine, 300)
+    run_made_up(engine, 300)
     engine.check()
     assert engine.pool.num_free == engine.pool.num_blocks
     assert not len(engine._index)

@@ -34,7 +34,7 @@ from .sampling_rows import SamplingInput
 from .scheduler import Scheduler
 from .structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams, fill_masks
 from .token_text import TokenText
-from .warming import run_dummy_requests
+from .warming import run_made_up
 
 
 class Engine:
@@ -275,7 +275,7 @@ class Engine:
         """
         if self._runner.kernels is not None:
             self._runner.kernels.warm_up(show)
-            run_dummy_requests(self, 3 * self.scheduler.max_num_batched_tokens)
+            run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request; it must be known."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .core import Engine
 
 
-def run_dummy_requests(engine: Engine, num_tokens: int) -> None:
+def run_made_up(engine: Engine, num_tokens: int) -> None:
     """Run random prompts of ``num_tokens`` tokens in all, and remove all traces of them."""
     rng, scheduler, num_new = random.Random(0), engine.scheduler, 8
     params = SamplingParams(seed=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
