@@ -1,4 +1,4 @@
-"""A cache policy of your own: keep the first block and the last few, drop the middle.
+"""A custom cache policy: keep the first blocks and the last few, drop the middle.
 
 ::
 

@@ -6,8 +6,8 @@
 
 Attention over a prefix and attention over the rest are two calls. Each returns the log-sum-exp of
 its scores, and ``merge_states`` combines them exactly. The first call treats the new tokens of all
-sequences as the rows of one sequence, so the prefix is read once and not once a sequence. That pays
-where reading the cache is what takes the time: on a GPU. A CPU computes for as long either way.
+sequences as the rows of one sequence, so the prefix is read once and not once a sequence. That is
+faster on a GPU, which is bound by reading the cache, but not on a CPU, which is bound by computing.
 """
 
 import time

@@ -60,9 +60,7 @@ def chat(
         str | None, option(MODEL, "FILE", "Chat template: a Jinja file, or chatml or plain.")
     ] = None,
     device: Device = None,
-    raw: Annotated[
-        bool, flag(None, "--raw", "Print the text alone, without names in front.")
-    ] = False,
+    raw: Annotated[bool, flag(None, "--raw", "Print the text only, without names.")] = False,
 ) -> None:
     """Talk with a model.
 

@@ -116,15 +116,15 @@ def generate(
 ) -> None:
     """Continue text.
 
-    A single continuation appears as it is computed; several one after another,
-    each when it is done. Then stderr tells what the cache did.
+    A single continuation is printed as it is computed, several one after
+    another when they are done. A summary of the cache goes to stderr.
 
-    Without PROMPT and --file the prompt is what is piped in, all of it as one;
-    without that, too, two lines of Python. Of a file or a pipe the last line
-    break is left out.
+    Without PROMPT and --file the prompt is read from a pipe; without a pipe
+    it is two lines of Python. The last line break of a file or a pipe is
+    dropped.
 
-    Sampling options that are not given are those of the checkpoint's
-    generation_config.json, as with LLM and the server; where it has none,
+    Defaults of the sampling options are those of the checkpoint's
+    generation_config.json, as with LLM and the server; without one,
     temperature 1 and all tokens.
     """
     from ..engine.chat import render

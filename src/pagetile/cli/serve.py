@@ -57,7 +57,7 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         option(
-            HTTP, "NAME", "What requests call the model. May be repeated. Without it, its folder."
+            HTTP, "NAME", "Name of the model in requests. May be repeated. Without it, its folder."
         ),
     ] = None,
     api_key: Annotated[
@@ -65,7 +65,7 @@ def serve(
         option(
             HTTP,
             "KEY",
-            "Serve only clients that show this key. May be repeated. Also read from the "
+            "Serve only clients that send this key. May be repeated. Also read from the "
             "environment's PAGETILE_API_KEY.",
         ),
     ] = None,
@@ -85,7 +85,7 @@ def serve(
         flag(
             HTTP,
             "--trust-request-chat-template",
-            "Let requests bring a chat template of their own.",
+            "Accept chat templates in requests.",
         ),
     ] = False,
     tool_call_parser: Annotated[
@@ -110,7 +110,7 @@ def serve(
     quiet: Annotated[bool, flag(HTTP, "--quiet", "Log nothing.")] = False,
     demo_traffic: Annotated[
         bool,
-        flag(HTTP, "--demo-traffic", "Send requests to itself, so that /pages has much to show."),
+        flag(HTTP, "--demo-traffic", "Send demo requests to itself, to watch on /pages."),
     ] = False,
     dtype: Dtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
@@ -122,7 +122,7 @@ def serve(
         option(
             MODEL,
             "SHARE",
-            "Of the free memory, what the cache takes at most. Also --gpu-memory-utilization.",
+            "Largest share of free memory for the cache. Also --gpu-memory-utilization.",
             "--memory-fraction",
             "--gpu-memory-utilization",
         ),
