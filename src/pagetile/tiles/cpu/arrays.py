@@ -8,8 +8,7 @@ import torch
 from ...device import DeviceInfo
 from ..types import refuse_types
 
-# NumPy has no bfloat16 or float8 and Numba no float16: kernels tell them apart by stand-ins, see
-# ``formats``.
+# NumPy has no bfloat16 or float8 and Numba no float16; other types stand for them (``formats``).
 _STAND_INS = {
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,
@@ -21,8 +20,8 @@ _STAND_INS = {
 def flat(tensor: torch.Tensor) -> np.ndarray:
     """A one-dimensional view of all memory from the tensor's first element to its last.
 
-    Numba does not vectorise over a stride that it cannot know, so it is handed contiguous
-    memory; offsets come from the tensor's own strides.
+    Numba does not vectorise over unknown strides, so kernels get contiguous memory and compute
+    offsets from the tensor's strides.
     """
     whole = tensor.detach() if tensor.requires_grad else tensor
     if not tensor.is_contiguous():
@@ -32,11 +31,11 @@ def flat(tensor: torch.Tensor) -> np.ndarray:
     stand_in = _STAND_INS.get(tensor.dtype)
     if stand_in is not None:
         whole = whole.view(stand_in)
-    return whole.numpy().reshape(-1)  # by NumPy, which takes a third of the time
+    return whole.numpy().reshape(-1)  # NumPy's reshape takes a third of torch's time
 
 
 def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
-    """Why the CPU kernels cannot take these element types on this device; None if they can."""
+    """Return why the CPU kernels do not support these types on this device; None if they do."""
     if device.kind != "cpu":
         return f"the tensors are on {device.kind}"
     return refuse_types(**dtypes)

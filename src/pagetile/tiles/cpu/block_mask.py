@@ -1,8 +1,8 @@
-"""Block masks on a CPU: which tiles are skipped, and which keys of a row are hidden.
+"""Block masks on a CPU: skip tiles, and hide keys of a row.
 
-A call has the mask's fields: ``block_mask``, a flat uint8 array of blocks, ``mask_seq``,
-``mask_head`` and ``mask_row``, its strides, and ``block_q`` and ``block_k``; ``block_q`` is 0
-where there is no mask.
+A call has the mask as fields: ``block_mask``, a flat uint8 array of blocks, ``mask_seq``,
+``mask_head`` and ``mask_row``, its strides, and ``block_q`` and ``block_k``; without a mask
+``block_q`` is 0.
 """
 
 from __future__ import annotations

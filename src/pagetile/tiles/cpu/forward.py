@@ -4,8 +4,8 @@
 
     out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
 
-One *item* of work is some new tokens of one sequence, some of its KV heads and some of its
-keys. The rows of a KV head, tokens × group, share every key that is loaded::
+A *work item* is some new tokens of one sequence, some of its KV heads and some of its keys. The
+rows of a KV head, tokens × group, share every key that is loaded::
 
     keys   0        64       128  ...  512      576
            ┌────────┬────────┬─  ... ──╥────────┬─ ...
@@ -13,22 +13,21 @@ keys. The rows of a KV head, tokens × group, share every key that is loaded::
            └────────┴────────┴─  ... ──╨────────┴─ ...
            └──── one split: m, l, acc ─┘└─ next split ──
 
-A sequence's keys are always cut at multiples of ``split_size``, partial states are always
+A sequence's keys are always split at multiples of ``split_size``, partial states are always
 merged from left to right, and tiles start at multiples of ``TILE_N``. So a row gets the same
-bits whether one thread walks the splits or many share them, and whatever else is in the batch.
+bits for any number of threads and whatever else is in the batch.
 
 Few rows (decode) read keys and values straight from the pages, converting in registers, where
 heads fill whole vectors. Many rows (prefill) first gather a tile into contiguous scratch memory,
 converted once for all of them. Both add in one order, so over pages a row's bits do not depend on
 how many tokens are new, either.
 
-``attention`` may turn keys: of a sequence of more than ``FEW_ROWS`` rows, a tile is gathered as
-float32 columns for ``score_turned``, which is faster and adds in another order. So there a row
-among few has other bits than the same row among many. bfloat16 that is multiplied as it is stays
-unturned.
+``attention`` may transpose keys: for a sequence of more than ``FEW_ROWS`` rows, a tile is gathered
+as float32 columns for ``score_turned``, which is faster and adds in another order. So there a row's
+bits depend on the number of rows. bfloat16 that is multiplied without conversion is not transposed.
 
 Only slots of visible keys are read. ``forward_tile`` says where the scales of an 8-bit cache go.
-Keys that lie in a row are pages, too: one block a sequence, as long as need be.
+Contiguous keys are pages, too: one block per sequence, of any length.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from .simd import (
 from .threads import on_team, run_together
 
 _ALL = 1 << 62
-_ONE = np.ones(1, np.float32)  # the scale of what has none
+_ONE = np.ones(1, np.float32)  # stands for a missing scale
 
 # Numba reads named tuples by field, which keeps signatures short.
 ForwardCall = namedtuple(
@@ -91,10 +90,10 @@ ForwardItem = namedtuple(
 def _make_items(
     cu_seqlens_q, seq_lens, num_kv_heads, group, causal, tile_m, decode_heads, split_size, item_keys
 ):
-    """Cut a batch into rows of ``ForwardItem`` fields; count the rows of partial states they need.
+    """Divide a batch into rows of ``ForwardItem`` fields; count the rows of partial states.
 
-    An item that covers part of its keys stores the states of its splits, one after another, from
-    row ``part`` on; for others it is -1.
+    An item with some of a row's keys stores the states of its splits, one after another, from row
+    ``part`` on; for others ``part`` is -1.
     """
     count = num_parts = 0
     for filling in (False, True):  # count first, then fill
@@ -170,7 +169,7 @@ def _attend(parallel, num_threads, call, items, counter, parts):
 
 @inner()
 def _take_items(call, items, counter, parts, scratch):
-    """Take items until none is left."""
+    """Compute work items until none is left."""
     while True:
         taken = take_number(counter)
         if taken >= len(items):
@@ -184,7 +183,7 @@ def _take_items(call, items, counter, parts, scratch):
 
 @folded()
 def _attend_item(call, scratch, item, parts):
-    """The state of an item's rows over its keys; or, in ``parts``, that of each of its splits."""
+    """Compute the state of an item's rows over its keys; or in ``parts`` that of each split."""
     rows = _pad_rows(item.num_tokens * call.group)
     all_rows = item.num_heads * rows
     if item.part >= 0:
@@ -199,7 +198,7 @@ def _attend_item(call, scratch, item, parts):
         split_high = min(high, split + call.split_size)
         start_state(scratch.state, 0, all_rows, call.v_width)
         for tile in range(max(split, first_tile * TILE_N), split_high, TILE_N):
-            side = tile // TILE_N % 2  # tiles take turns, so that the next one's rows are known
+            side = tile // TILE_N % 2  # two buffers, so that the next tile's rows can be prefetched
             find_rows(call, scratch, 1 - side, item, tile + TILE_N, low, high)
             num_keys = min(TILE_N, high - tile)
             first = max(tile, low)
@@ -222,7 +221,7 @@ def _num_splits(call, item):
 
 @inner()
 def _visible_keys(call, scratch, item):
-    """Each row's range of visible keys, and the range that the item has to walk."""
+    """Find each row's range of visible keys, and the item's range."""
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
     seq_len = call.seq_lens[item.seq]
     low, high = seq_len, 0
@@ -246,7 +245,7 @@ def _visible_keys(call, scratch, item):
 
 @inner()
 def _load_queries(call, scratch, item, rows):
-    """An item's queries, one KV head's rows after another's, padded with zeros."""
+    """Copy an item's queries, one KV head's rows after another's, padded with zeros."""
     token0 = call.cu_seqlens_q[item.seq] + item.first_token
     scratch.q[: item.num_heads * rows * call.width] = 0
     for head in range(item.num_heads):
@@ -300,7 +299,7 @@ def _write_row(out, to, acc, at, factor, size):
 
 @entry()
 def _merge_parts(call, items, parts):
-    """Merge, in the order of their keys, the states of the items that shared rows."""
+    """Merge the partial states of rows in the order of their keys."""
     first = 0
     for i in range(len(items)):
         row, before = items[i], items[first]
@@ -340,32 +339,32 @@ def make_call(
     turned=False,
     block_mask=None,
 ):
-    """What kernels get of a call.
+    """Return the arguments of the kernels.
 
     Args:
         q: ``[num_tokens, num_heads, head_size]``.
-        k_cache: Keys ``[…, num_kv_heads, head_size]``, anyhow; ``k_strides`` says where they lie.
-        v_cache: Values, likewise.
+        k_cache: Keys ``[…, num_kv_heads, head_size]`` with ``k_strides``.
+        v_cache: Values with ``v_strides``.
         out: ``[num_tokens, num_heads, v_head_size]``, to be written.
-        lse: float32 ``[num_tokens, num_heads]``, contiguous, likewise.
-        options: With ``softmax_scale``, ``causal`` and the others of ``paged_attention``.
-        plan: With ``split_size`` and ``bf16_dot``.
+        lse: float32 ``[num_tokens, num_heads]``, contiguous, to be written.
+        options: Has ``softmax_scale``, ``causal`` and the other options of ``paged_attention``.
+        plan: Has ``split_size`` and ``bf16_dot``.
         block_tables: int32 ``[num_seqs, …]``.
         seq_lens: int32 ``[num_seqs]``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
         block_size: Slots of a block.
-        k_strides: Of block, slot and head.
-        v_strides: Likewise.
-        k_scale: float32 ``[num_blocks, block_size, num_kv_heads]`` by any strides, or None.
-        v_scale: Likewise.
+        k_strides: Strides of block, slot and head.
+        v_strides: Strides of block, slot and head.
+        k_scale: float32 ``[num_blocks, block_size, num_kv_heads]`` with any strides, or None.
+        v_scale: Like ``k_scale``.
         per_token: Whether the scales differ within a head.
-        turned: Whether tiles of float32 keys may be turned into columns, which is faster for many
-            rows, and has other bits than a single row gets.
-        block_mask: With ``mask``, ``block_q`` and ``block_k``, as ``attention`` takes it, or None.
+        turned: Whether tiles of float32 keys may be transposed, which is faster for many rows, but
+            gives other bits than a single row gets.
+        block_mask: A ``BlockMask`` as for ``attention``, or None.
     """
     none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
-    # Eight bits are a bfloat16, too.
+    # 8-bit values are exact in bfloat16, too.
     is_bf16 = k_cache.dtype == torch.bfloat16 or k_scale is not None
     pairs = plan.bf16_dot and q.dtype == torch.bfloat16 and is_bf16
     lanes, sizes = (32 if pairs else 16), (q.shape[-1], v_cache.shape[-1])
@@ -387,7 +386,7 @@ def make_call(
 
 
 def attend(call, num_kv_heads, plan):
-    """Cut a call into items, and fill its ``out`` and ``lse``."""
+    """Divide a call into work items, and fill its ``out`` and ``lse``."""
     item_keys = plan.split_size * plan.item_splits if plan.parallel_splits else _ALL
     items, num_parts = _make_items(
         call.cu_seqlens_q, call.seq_lens, num_kv_heads, call.group, call.causal,

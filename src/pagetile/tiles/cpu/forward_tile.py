@@ -1,12 +1,12 @@
-"""One tile of keys on a CPU: where it lies, its scores, its softmax, its values.
+"""Attention over one tile of keys on a CPU: addresses, scores, softmax, values.
 
 ::
 
     s[n] = q · keys[n] * scale * k_scale[n]     p[n] = 2 ** (s[n] - m)     l += Σ p[n]
     acc += Σ (p[n] * v_scale[n]) * values[n]
 
-The scales of an 8-bit cache multiply scores and weights. One number for a whole head is left
-out of both: it goes into ``scale``, and into the division by the softmax's sum at the end.
+The scales of an 8-bit cache multiply scores and weights. A scale for a whole head is instead part
+of ``scale``, and of the division by the softmax's sum at the end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from .products import score_turned
 from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
 
 FEW_ROWS = 16
-"""Up to so many rows of an item convert keys and values for every four of them; for more these are
-gathered once. Of a sequence with more rows, keys may be turned into columns, which shows in its
-bits."""
+"""Up to this many rows of an item, keys and values are converted for every four rows; for more they
+are gathered once. For a sequence with more rows, keys may be transposed, which affects its bits."""
 
 
 @inner()

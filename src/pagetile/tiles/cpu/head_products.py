@@ -1,8 +1,8 @@
 """The two products of attention for one row of queries in each of many KV heads.
 
-That is a decode step of a model without grouped heads: every key and value is read for one row,
-so nothing counts but memory. Keys are taken outside and heads inside, because the heads of a key
-lie side by side: memory is read in its order, a few keys ahead. Sums are taken in the order of
+That is a decode step of a model without grouped heads: every key and value is read for one row, so
+memory is the bound. The outer loop is over keys and the inner one over heads, which are adjacent in
+memory, so memory is read in order, with a prefetch of a few keys. Sums are added in the order of
 ``score_tile`` and ``mix_tile``, so that a row gets the same bits::
 
     key n      head 0 · head 1 · head 2 · …  ─┐ as they lie in a page

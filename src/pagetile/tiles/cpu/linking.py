@@ -1,13 +1,13 @@
-"""Compile functions that kernels call only as part of the kernels.
+"""Compiles helpers of kernels only as part of the kernels, to halve the time of compiling.
 
-Numba optimises every function together with all that it calls, and makes machine code of it, at
-every level of calls up to the entry: a helper five levels down is optimised six times, and what
-becomes of it five of these times is never run. Here a helper's code is kept as Numba emits it, and
-linked into its callers; LLVM sees the whole once, when the entry is compiled. That halves the time
-of a kernel of attention (35 to 17 seconds of a core with AVX2).
+Numba optimises every function together with its callees, and generates machine code for it, at
+every level of calls up to the entry: a helper five levels down is optimised six times, five of them
+for code that never runs. Here a helper is kept as unoptimised LLVM code and linked into its
+callers; LLVM optimises all of it once, when the entry is compiled. A kernel of attention takes 17
+seconds of a core instead of 35 (AVX2).
 
-This overrides three methods of Numba's that are not public. Where a version of Numba has none of
-that name, ``LINKED`` is empty, and helpers are compiled as Numba does.
+This overrides three private methods of Numba. If a version of Numba lacks one of them, ``LINKED``
+is empty, and helpers are compiled as usual.
 """
 
 from __future__ import annotations

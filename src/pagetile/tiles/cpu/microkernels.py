@@ -1,9 +1,8 @@
 """The inner loops of attention on a CPU, each holding its result in registers.
 
-Scores and mixes come in two widths: four rows of queries at a time, and one row for the
-decode step of a model without grouped heads. Every sum is taken in the same order in both, so
-a row's result does not depend on how many rows travel with it. (Keys that were turned into columns
-go through ``products.score_turned``, which has an order of its own.)
+Scores and mixes have two variants: four rows of queries at a time, and one row for the decode step
+of a model without grouped heads. Both add in the same order, so a row's result does not depend on
+the number of rows. (Transposed keys use ``products.score_turned``, which adds in another order.)
 
 ============  ==================================  ==========================================
 name          computes                            in registers
@@ -14,11 +13,11 @@ mix           4 (or 1) rows of p · values         64 columns of 4 rows, or of 1
 …x16, …x32    the same for fewer columns          what is left of a head size
 ============  ==================================  ==========================================
 
-The left side, queries or weights, says how numbers are multiplied (``simd_pairs``). Where it is
-float32, keys and values become float32 as they are loaded. Where it is bfloat16, two products are
-an instruction (AVX512-BF16), of neighbouring columns in scores and of neighbouring keys in mixes:
-half the multiplications and no conversion, so a decode step becomes bound by memory. Weights are
-rounded to bfloat16 then, as they are wherever matrix units mix values; the softmax's sum is not.
+The type of the left side, queries or weights, selects the instruction (``simd_pairs``). With
+float32, keys and values are converted as they are loaded. With bfloat16, one instruction
+(AVX512-BF16) computes two products, of neighbouring columns in scores and of neighbouring keys in
+mixes: half the multiplications and no conversion, so a decode step is bound by memory. Weights are
+then rounded to bfloat16, as on matrix units; the softmax's sum is not.
 
 A key or value is found at ``base + rows[n]``: a page's slots and a contiguous tile look the same.
 """

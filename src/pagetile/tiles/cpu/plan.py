@@ -1,4 +1,4 @@
-"""From a problem and a device to a plan for the forward pass: a pure function of integers."""
+"""Plans of the CPU forward pass, from host integers and the device only."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ import torch
 from ...device import DeviceInfo
 
 SPLIT_SIZE = 512
-"""Keys of one partial state. Every sequence is cut at its multiples, whatever the batch, so the
-number is part of the result's bits; merging costs about 1 / SPLIT_SIZE of the work."""
+"""Keys of one split. Every sequence is split at its multiples, whatever the batch, so it affects
+the result's bits; merging costs about 1 / SPLIT_SIZE of the work."""
 
-_SMALL = 1 << 19  # multiply-adds that take a thread about as long as waking another one
+_SMALL = 1 << 19  # multiply-adds that take as long as waking another thread
 
 
 _TILE_BYTES = 8192
-"""Bytes of keys and values that one position of a tile may take: a tile of 64 positions and the
-one that is fetched ahead of it then just fill a 1 MiB second-level cache."""
+"""Most bytes of keys and values of one position of a tile: a tile of 64 positions and the next one,
+which is prefetched, then just fill a 1 MiB L2 cache."""
 
 
 HEADS_BY_KEY = 16
-"""A multiple of so many heads of one row each is walked key by key, all heads of a key at once."""
+"""With a multiple of this many heads of one row each, all heads of a key are computed at once."""
 
 
 class Shape(Protocol):
-    """What a plan asks of a problem, paged or not."""
+    """Properties of a problem, paged or not, that a plan depends on."""
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences."""
 
     @property
     def num_tokens(self) -> int:
-        """Queries of all of them."""
+        """Number of queries of all sequences."""
 
     @property
     def max_seq_len(self) -> int:
-        """At least the most keys of one."""
+        """Upper bound of a sequence's keys."""
 
     @property
     def num_heads(self) -> int:
-        """Of queries."""
+        """Number of query heads."""
 
     @property
     def num_kv_heads(self) -> int:
-        """Of keys and values."""
+        """Number of KV heads."""
 
     @property
     def head_size(self) -> int:
-        """Of queries and keys."""
+        """Head size of queries and keys."""
 
     @property
     def v_head_size(self) -> int:
-        """Of values."""
+        """Head size of values."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Element type of keys and values."""
 
     @property
     def group(self) -> int:
@@ -68,35 +68,34 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is cut up. Only ``split_size`` and ``bf16_dot`` show in a result's bits.
+    """Work division of a call. Only ``split_size`` and ``bf16_dot`` affect a result's bits.
 
-    Keys that ``attention`` turns into columns show as well, but no plan says so: how many rows a
-    sequence has decides.
+    So do key tiles that ``attention`` transposes, which depends on the rows of a sequence only.
     """
 
     tile_m: int
-    """Query rows (tokens × group) of one item of prefill work."""
+    """Query rows (tokens × group) of a prefill work item."""
     decode_heads: int
-    """KV heads of one item of decode work."""
+    """KV heads of a decode work item."""
     split_size: int
-    """Keys of one partial state."""
+    """Keys of a split."""
     parallel_splits: bool
-    """Whether the splits of a decoding sequence go to different threads."""
+    """Whether different threads compute the splits of a decoding sequence."""
     item_splits: int
-    """Splits of one item then: neighbours in memory, walked without a pause."""
+    """Adjacent splits of a work item in that case."""
     num_threads: int
     bf16_dot: bool
-    """Whether bfloat16, and 8 bits as bfloat16, are multiplied as they are; float32 otherwise.
-    Part of the bits, too."""
+    """Whether bfloat16 (and 8-bit values as bfloat16) are multiplied without conversion to float32.
+    It affects the result's bits."""
 
 
 @functools.lru_cache(maxsize=4096)
 def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
-    """Choose how to cut a problem for the CPU path.
+    """Choose how to divide a problem for the CPU path.
 
-    A decode item walks all KV heads of its keys, because a page's heads lie side by side in
-    memory. When that leaves threads without work, its splits become items, and if there are too
-    few of those (short sequences) its heads as well.
+    A decode work item has all KV heads of its keys, because a page's heads are adjacent in memory.
+    If that leaves threads without work, its splits become items, and if there are too few of those
+    (short sequences), its heads as well.
 
     Example:
         >>> from pagetile.ops.paged_attention import Problem
@@ -107,7 +106,7 @@ def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
     work = problem.num_tokens * problem.num_heads * problem.max_seq_len
     work *= problem.head_size + problem.v_head_size
     num_threads = device.num_workers if work > _SMALL else 1
-    # Four items a thread keep the last one from working alone for long.
+    # Four items per thread, so that the last one does not run alone for long.
     wanted = 4 * num_threads if num_threads > 1 else 1
     num_splits = -(-max(problem.max_seq_len, 1) // SPLIT_SIZE)
     parallel_splits = problem.num_seqs < wanted and num_splits > 1
@@ -120,7 +119,7 @@ def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
     decode_heads = min(problem.num_kv_heads, max(1, _TILE_BYTES // _bytes_per_key(problem)))
     has_one_row = problem.group == 1 and problem.num_tokens <= problem.num_seqs
     if has_one_row and problem.num_kv_heads % HEADS_BY_KEY == 0:
-        decode_heads = problem.num_kv_heads  # no tile waits in a cache then
+        decode_heads = problem.num_kv_heads  # no tile has to stay in a cache then
     while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
         decode_heads = -(-decode_heads // 2)
     return Plan(

@@ -1,7 +1,7 @@
 """The two products of attention over one tile of keys, by the element type of the left side.
 
-Weights and queries in float32 are multiplied in float32, whatever the keys are stored as. With
-bfloat16 on both sides, on a machine that multiplies it, they travel as they are.
+float32 weights and queries are multiplied in float32, whatever the type of the cache. bfloat16 on
+both sides is multiplied without conversion on machines with AVX512-BF16.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""One kernel on several threads at once, on the threads that torch already has.
+"""Runs a kernel on torch's OpenMP threads.
 
-Torch's products run on a team of OpenMP threads, which keep spinning for milliseconds after
-their work is done. A second set of threads beside them would wait for cores that are busy doing
-nothing: attention between two linear layers took twice as long that way. So a kernel enters the
-parallel region of the same team itself: through Python, whose lock each thread would take in turn,
-a call started 20 µs later. Where torch brings no libgomp (macOS, Windows), and in a forked child,
-where the team is gone, plain threads do it.
+Torch's products run on a team of OpenMP threads, which spin for milliseconds after their work is
+done. Other threads would wait for cores that only spin: attention between two linear layers took
+twice as long that way. So a kernel starts a parallel region of the same team itself; through
+Python, whose lock threads take one after the other, a call started 20 µs later. Without libgomp
+(macOS, Windows), and in a forked child, where the team is gone, Python threads run it.
 
 ::
 
@@ -36,11 +35,11 @@ from ...process import HOME
 def run_together(kernel: Callable[..., object], num_threads: int, *arguments: Any) -> None:
     """Call ``kernel(parallel, num_threads, *arguments)``, an entry that is one ``on_team``.
 
-    The kernel's threads share their work by an atomic counter, so it does no harm if one starts
-    late or never. May itself be called from several threads at once.
+    The kernel's threads take work items from an atomic counter, so one may start late or never. It
+    may be called from several threads at once.
 
     Raises:
-        MemoryError: A thread's scratch memory could not be had.
+        MemoryError: A thread's scratch memory could not be allocated.
     """
     parallel = _openmp(os.getpid()) if num_threads > 1 else 0
     if parallel is None:
@@ -51,13 +50,13 @@ def run_together(kernel: Callable[..., object], num_threads: int, *arguments: An
 
 @functools.lru_cache(maxsize=1)
 def _openmp(process: int) -> int | None:
-    """The address of ``GOMP_parallel(function, data, num_threads, flags)`` of torch's libgomp."""
+    """Return the address of ``GOMP_parallel(function, data, num_threads, flags)`` in libgomp."""
     if process != HOME:
-        return None  # forked: libgomp would wait for ever for threads that are gone
+        return None  # in a forked child libgomp would wait forever for threads that are gone
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libgomp" in line}
-        # Torch's own copy if there are two: a program may have loaded another for itself.
+        # Prefer torch's own copy: a program may have loaded another one, too.
         parallel = ctypes.CDLL(max(paths, key=lambda path: "torch" in path)).GOMP_parallel
     except (OSError, ValueError, AttributeError):
         return None
@@ -70,14 +69,14 @@ def _run_on_workers(function: Callable[[], object], num_threads: int) -> None:
         function()
     finally:
         for other in others:
-            # A call that has not begun by now has nothing left to do.
+            # A call that has not started by now has no work left.
             if not other.cancel():
                 other.result()
 
 
 @functools.lru_cache(maxsize=1)
 def _workers(process: int) -> ThreadPoolExecutor:
-    """A process's own threads: a forked child has none of its parent's."""
+    """Return the process's thread pool; a forked child needs its own."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="pagetile")
 
 

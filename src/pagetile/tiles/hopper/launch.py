@@ -1,4 +1,4 @@
-"""From tensors to a launch of the forward kernel."""
+"""Launches the forward kernel: validation, descriptors, grid and scratch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
 
 
 def refuse_device(device: DeviceInfo) -> str | None:
-    """Why kernels for Hopper cannot run on a device, or None if they can."""
+    """Return why kernels for Hopper cannot run on a device, or None if they can."""
     reason = refuse_triton(device)
     if reason is None and device.capability != (9, 0):
         reason = f"{device.name or device.kind} is not a Hopper GPU"
@@ -37,7 +37,7 @@ def refuse_device(device: DeviceInfo) -> str | None:
 
 
 def refuse(device: DeviceInfo, dtype: torch.dtype, head_size: int, v_head_size: int) -> str | None:
-    """Why the forward kernel cannot run, or None if it can."""
+    """Return why the forward kernel cannot run, or None if it can."""
     reason = refuse_device(device)
     if reason is not None:
         return reason
@@ -87,23 +87,23 @@ def attend(
         lengths: int32 ``[num_seqs]``, keys of each sequence; of ragged ones ``cu_seqlens_k``,
             int32 ``[num_seqs + 1]``.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``.
-        max_query_len: At least the most queries of a sequence.
+        max_query_len: Upper bound of a sequence's queries.
         softmax_scale: Multiplies ``q · k``.
         causal: Whether a query sees only keys at or before its own.
         sliding_window: How many keys a query sees; ``None``: all.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``; ``None``: no cap.
-        alibi_slopes: ``[num_heads]``, floating, or ``None``: times how far a key lies behind.
+        alibi_slopes: ``[num_heads]``, floating, or ``None``; multiplies the distance of a key.
         sinks: ``[num_heads]``, floating, or ``None``: one more logit in each head's softmax.
-        short: Sequences with up to so many queries are left to another launch.
+        short: Sequences with up to this many queries are left to another launch.
         lists: The tiles to visit, as ``schedule.TileLists`` says; ``None``: all that are visible.
             For ragged keys of sequences of one length, whose tiles have
             ``64 * tiling.warpgroups`` queries and ``tiling.tile_n`` keys.
         splits: Whether programs may share a tile's keys (``dividing.divides_keys``): of paged keys.
         k_scale: float32 ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``, any
             strides, where ``k`` is of 8 bits; ``[num_kv_heads]`` where it is unpacked.
-        v_scale: Likewise.
-        is_unpacked: Whether a launch in front unpacks ``k`` and ``v`` from 8 bits. It has to wait
-            for all that came before it: this launch begins as soon as it has, and waits for it.
+        v_scale: Like ``k_scale``.
+        is_unpacked: Whether the previous launch unpacks ``k`` and ``v`` from 8 bits. That one must
+            wait for all launches before it; this one starts as soon as it has, and waits for it.
     """
     if not q.numel():
         return
@@ -111,7 +111,7 @@ def attend(
         out.zero_()
         lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks)
         return
-    if softmax_scale <= 0:  # the largest product has to be the largest score
+    if softmax_scale <= 0:  # the kernel takes the maximum of unscaled products
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     q, written = align(q), align(out)  # with what another launch wrote of short sequences
     if block_tables is None:
@@ -146,13 +146,13 @@ def attend(
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
-    # Whole waves of tiles are drawn even where keys are divided: see ``splits.LastWave``.
-    # Otherwise warps that convert rows of 8 bits have no registers left to find the longest.
+    # Whole waves of tiles are drawn even where keys are split: see ``splits.LastWave``.
+    # Warps that convert 8-bit rows have no registers left to find the longest sequence.
     can_draw = 2 * tiles >= 3 * num_programs if splits else config.packed == "none"
     if can_draw and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:
         config = dataclasses.replace(config, few_seqs=True)
     scratch = _borrow(config, q) if splits else ()
-    # Decode, which may overlap with this launch, counts elsewhere.
+    # Decode, which may overlap with this launch, has other counters.
     drawn = _on_its_device(q, borrow_counter) if splits or config.draws else lengths
     scales: tuple[Any, ...] = ()
     if k_scale is not None and v_scale is not None:
@@ -194,19 +194,19 @@ def attend(
 
 
 def _scale_strides(scale: Tensor) -> tuple[int, ...]:
-    """Strides of blocks, slots and heads; 0 where all have the same scale."""
+    """Return strides of blocks, slots and heads; 0 where all have the same scale."""
     return (0, 0, *scale.stride())[-3:]
 
 
 def _list_strides(lists: Tensor) -> tuple[int, int, int]:
-    """Numbers of a record, and strides in records of sequences and heads; 0 of one for all."""
+    """Return a record's size, and strides of sequences and heads in records; 0: shared by all."""
     num_seqs, num_heads, tiles, pitch = lists.shape
     assert lists.is_contiguous()
     return pitch, num_heads * tiles if num_seqs > 1 else 0, tiles if num_heads > 1 else 0
 
 
 def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scratch for partial results, as ``splits.SplitSchedule`` says."""
+    """Return scratch for partial results: see ``splits.SplitSchedule``."""
     places = SLOTS * config.tiling.warpgroups
     rows = places * _ROWS
     sizes = rows * width_of(config.sizes[1]), 2 * rows, places
@@ -214,7 +214,7 @@ def _borrow(config: ForwardConfig, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _on_its_device(q: Tensor, lend: Callable[[int], _Lent]) -> _Lent:
-    """What is lent while a tensor's device is the current one."""
+    """Call ``lend`` with a tensor's device as the current one."""
     device = q.get_device()
     if device < 0 or device == torch.cuda.current_device():
         return lend(device)
@@ -225,7 +225,7 @@ def _on_its_device(q: Tensor, lend: Callable[[int], _Lent]) -> _Lent:
 def _count_tiles(
     config: ForwardConfig, q: Tensor, num_seqs: int, max_query_len: int
 ) -> tuple[int, int]:
-    """Most tiles there may be, and of those along a sequence or, of unequal ones, along all."""
+    """Return upper bounds of all tiles, and of a sequence's (of all, if lengths are unequal)."""
     tokens = config.tiling.warpgroups * _ROWS // config.pack
     heads = q.shape[1] // config.pack
     if config.uniform:
@@ -240,9 +240,9 @@ _Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
 
 
 def _boxed(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
-    """Keys and values whose boxes are copied by descriptors."""
+    """Return keys and values as TMA descriptors."""
     k, v = _line_up(k, v)
-    # Of one block alone the stride says nothing.
+    # With a single block the stride has no meaning.
     block_rows = k.stride(0) // k.stride(1) if k.shape[0] > 1 else k.shape[1]
     num_rows = (k.shape[0] - 1) * block_rows + k.shape[1]
     sources = _describe(k, num_rows, config), _describe(v, num_rows, config)
@@ -250,16 +250,16 @@ def _boxed(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
 
 
 def _gathered(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
-    """Keys and values whose rows are copied one by one."""
+    """Return keys and values whose rows are gathered one by one."""
     assert all(map(is_aligned, (k, v))), "every row begins at a multiple of 16 bytes"
     unit = 16 // k.element_size()
     units = (stride // unit for x in (k, v) for stride in x.stride()[:3])
-    # Places in 32 bits may wrap round, and strides likewise.
+    # 32-bit offsets and strides may wrap around.
     return (k, v), 0, tuple(n if config.is_far else ctypes.c_int32(n).value for n in units)
 
 
 def _is_far(*caches: Tensor) -> bool:
-    """Whether rows are 64 GiB apart: more units than 32 bits count, as in a pool of all layers."""
+    """Return whether rows are 64 GiB apart, too far for 32-bit offsets in units of 16 bytes."""
     spans = (
         sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
         for x in caches
@@ -268,10 +268,10 @@ def _is_far(*caches: Tensor) -> bool:
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """With blocks a multiple of eight rows apart, which a descriptor takes for one line of rows.
+    """Return a cache whose blocks are a multiple of eight rows apart, as descriptors need.
 
-    All usual caches are like that, also keys and values interleaved in one tensor; of others,
-    with dimensions in another order, this makes a copy.
+    All usual caches are, also with keys and values interleaved in one tensor; a cache with
+    dimensions in another order is copied.
     """
     k, v = align(k), align(v)
     if k.shape[0] > 1:
@@ -285,7 +285,7 @@ def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _describe(x: Tensor, num_rows: int, config: ForwardConfig) -> Described:
-    """Keys or values ``[num_blocks, block_size, num_kv_heads, head_size]`` in boxes of rows."""
+    """Describe keys or values ``[num_blocks, block_size, num_kv_heads, head_size]`` in boxes."""
     _, row, head, _ = x.stride()
     size = x.shape[3]
     chunks, columns = (size // _COLUMNS, _COLUMNS) if config.chunks(size) > 1 else (1, size)
@@ -305,7 +305,7 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 
 @functools.cache
 def make_launcher(config: ForwardConfig) -> GluonLauncher:
-    """The forward kernel for one configuration."""
+    """Return the launcher of the forward kernel for one configuration."""
     name, tiling = POINTERS[config.dtype][1:], config.tiling
     rows = f"tensordesc<{name}{[_ROWS // config.pack, config.pack, _COLUMNS]},{_layout(3)!r}>"
     v_name = "fp16" if config.is_unpacked else name
