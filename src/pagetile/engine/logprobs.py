@@ -25,7 +25,7 @@ ID_BITS = 31
 
 
 class TokenLogprobs(NamedTuple):
-    """What is reported of one token: numbers only, for every token is one made."""
+    """Log-probability, rank and alternatives of one token, as numbers."""
 
     token_id: int
     logprob: float
@@ -36,15 +36,15 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
     def top(self, num_top: int | None = None) -> list[tuple[int, float]]:
-        """Alternatives with their log-probabilities, best first; at most ``num_top`` of them."""
+        """Return at most ``num_top`` alternatives with their log-probabilities, best first."""
         return list(zip(self.top_ids[:num_top], self.top_logprobs, strict=False))
 
 
 class TokenLogprobsList(Sequence[TokenLogprobs]):
-    """A list of ``TokenLogprobs`` that keeps numbers only, and makes each when it is asked for.
+    """A list of ``TokenLogprobs`` that stores plain numbers, and makes each object on access.
 
     A thousand tokens of each of hundreds of sequences would be as many objects for Python's garbage
-    collector to visit, again and again, while the device waits.
+    collector to visit repeatedly while the device waits.
 
     Example:
         >>> tokens = TokenLogprobsList()
@@ -61,14 +61,14 @@ class TokenLogprobsList(Sequence[TokenLogprobs]):
         """Sum of the tokens' own log-probabilities."""
 
     def append(self, token: TokenLogprobs) -> None:
-        """Add the numbers of a token."""
+        """Append a token."""
         self._ids.extend((token.token_id, token.rank, *token.top_ids))
         self._logprobs.extend((token.logprob, *token.top_logprobs))
         self._ends.append(len(self._logprobs))
         self.total += token.logprob
 
     def copy(self) -> TokenLogprobsList:
-        """Another list of the same tokens."""
+        """Return a copy."""
         other = TokenLogprobsList()
         other._ids, other._logprobs, other._ends = self._ids[:], self._logprobs[:], self._ends[:]
         other.total = self.total
@@ -105,24 +105,24 @@ class Logprob:
 
     logprob: float
     rank: int | None = None
-    """1 for the likeliest. A token beyond the alternatives has the number of those that are at
+    """1 for the likeliest. For a token beyond the alternatives, the number of tokens that are at
     least as likely."""
     decoded_token: str | None = None
-    """What the token adds to a text; ``None`` without a tokenizer."""
+    """Text that the token adds; ``None`` without a tokenizer."""
 
 
 class LogprobDicts(Sequence[Any]):
-    """A list of dictionaries ``{token_id: Logprob}``, each made when it is asked for.
+    """A list of dictionaries ``{token_id: Logprob}``, each made on access.
 
-    Each holds the token itself first, then the likeliest alternatives. ``None`` stands for a
-    token that nothing predicts, the first of a prompt. Pickled, it is a plain list.
+    Each has the token itself first, then the likeliest alternatives. The first token of a prompt,
+    which nothing predicts, is ``None``. Pickled, it is a plain list.
 
     Args:
         tokens: The numbers; not copied.
-        decode: The text of a token id; ``None`` without a tokenizer.
+        decode: Returns the text of a token id; ``None`` without a tokenizer.
 
     Attributes:
-        tokens: The same.
+        tokens: The numbers.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LogprobDicts(Sequence[Any]):
 
 @torch.inference_mode()
 def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """Log-probabilities of tokens and of the likeliest ones, packed for one copy to the host.
+    """Compute log-probabilities of tokens and of alternatives, packed for one copy to the host.
 
     The sum over the vocabulary adds float32 exponentials, chunk by chunk, and the chunks' sums in
     float64: a result has an error of a few units in the last place of float32.
@@ -200,7 +200,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
 
 
 def _find_best(chunks: Tensor, maxima: Tensor, num_top: int) -> Tensor:
-    """The ids of the largest of ``chunks`` ``[n, num_chunks, CHUNK]``: int64 ``[n, num_top]``."""
+    """Return ids of the largest of ``chunks`` ``[n, num_chunks, CHUNK]``, int64 ``[n, num_top]``."""
     _, num_chunks, size = chunks.shape
     numbers = torch.arange(max(num_chunks, size), device=chunks.device)
     where = _smallest_keys(maxima, numbers[:num_chunks], min(num_top, num_chunks))
@@ -210,14 +210,14 @@ def _find_best(chunks: Tensor, maxima: Tensor, num_top: int) -> Tensor:
 
 
 def _smallest_keys(values: Tensor, ids: Tensor, count: int) -> Tensor:
-    """The ids of the largest values, best first; of equals the lowest id first."""
+    """Return the ids of the largest values, best first; of equals the lowest id first."""
     keys = (descending_order(values).long() << ID_BITS) + ids
     best: Tensor = keys.topk(count, largest=False).values & (2**ID_BITS - 1)
     return best
 
 
 def descending_order(values: Tensor) -> Tensor:
-    """Integers that ascend as float32 values descend, equal for equal ones: int32, same shape."""
+    """Map float32 values to int32 of the reverse order, equal for equal values."""
     bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
 
@@ -225,14 +225,14 @@ def descending_order(values: Tensor) -> Tensor:
 def add_logprobs(
     known: Tensor | None, logits: Tensor, token_ids: Tensor, at: Sequence[int], num_top: int
 ) -> Tensor:
-    """Log-probabilities of the rows ``at``, beside those of all rows that kernels computed.
+    """Add log-probabilities of the rows ``at`` to those of all rows that kernels computed.
 
     Args:
-        known: What the kernels returned, of up to ``MAX_TOP`` alternatives; ``None``: nothing.
+        known: The kernels' result, of up to ``MAX_TOP`` alternatives; ``None``: nothing.
         logits: As for ``compute_logprobs``.
-        token_ids: Likewise.
+        token_ids: As for ``compute_logprobs``.
         at: The rows.
-        num_top: The most alternatives that one of them asks for.
+        num_top: The most alternatives of one of them.
     """
     num_top = min(num_top, logits.shape[1])
     if len(at) == len(logits):
@@ -250,16 +250,16 @@ def add_logprobs(
 def read_logprobs(
     packed: Tensor, token_ids: Sequence[int], num_top: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """What ``compute_logprobs`` returned, on the host, for each row.
+    """Unpack the result of ``compute_logprobs`` on the host, for each row.
 
     Args:
         packed: int32 ``[n, 2 + 2 * k]``.
         token_ids: The tokens that it was computed for.
-        num_top: Alternatives to keep, of each row; ``None`` for rows that are not reported.
+        num_top: Alternatives to keep of each row; ``None`` for rows that are not reported.
     """
     packed, k = packed.cpu(), packed.shape[1] // 2 - 1
     found: list[TokenLogprobs | None] = [None] * len(token_ids)
-    # Rows with as many alternatives are read together: one that asks for thousands is alone.
+    # Rows with equal numbers of alternatives are read together, so one with thousands is alone.
     for count in {n for n in num_top if n is not None}:
         at = [i for i, n in enumerate(num_top) if n == count]
         rows = packed if len(at) == len(token_ids) else packed[at]

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, by a forward pass beside the engine's steps."""
+"""Log-probabilities of a prompt's own tokens, by a forward pass between the engine's steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CHUNK = 256  # tokens of one forward: their logits are float32 [CHUNK, vocab_siz
 def score_prompt(
     engine: Engine, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs | None] | None:
-    """The log-probability of every prompt token given those before it.
+    """Compute the log-probability of every prompt token given those before it.
 
-    Takes blocks of the engine's pool for the length of the call and gives them back; nothing is
-    read from or added to the prefix cache. Call it between two steps, on the thread that steps.
+    It allocates blocks of the engine's pool during the call, and does not use the prefix cache.
+    Call it between two steps, on the thread that steps.
 
     Args:
-        engine: Whose model and cache are used.
+        engine: The engine, for its model and cache.
         token_ids: The prompt, as ``Engine.validate`` returned it.
         num_top: How many of the likeliest alternatives to report for each token.
 
@@ -59,7 +59,7 @@ def score_prompt(
 def _forward(
     engine: Engine, table: BlockTable, token_ids: Sequence[int], start: int, end: int
 ) -> Tensor:
-    """The logits of tokens ``start .. end - 1``: ``[end - start, vocab_size]``."""
+    """Return the logits of tokens ``start .. end - 1``: ``[end - start, vocab_size]``."""
     device = engine.model.device
 
     def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:

@@ -1,7 +1,8 @@
 """Output that follows a JSON schema, a regular expression, a list of choices or a grammar.
 
-A form is compiled once by llguidance and kept; each sequence walks through its own copy. Before a
-token is sampled, the copy writes which tokens may come as bits, and the sampler rules out the rest.
+llguidance compiles a constraint (``form``) once; each sequence has its own copy of the matcher.
+Before a token is sampled, the matcher writes a bit mask of allowed tokens, and the sampler excludes
+the others.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from ..errors import RequestError, UnsupportedError
 from .keywords import refuse_unknown_keywords
 from .vllm_names import STRUCTURED_OPTIONS
 
-MAX_BYTES = 64 << 10  # of a form
-KEPT = 256  # compiled forms
+MAX_BYTES = 64 << 10  # of a constraint
+KEPT = 256  # compiled constraints
 
-# What white space a model may write between the parts of JSON: without a bound, small ones never
-# stop writing it.
+# White space allowed between the parts of JSON; small models may never stop without a bound.
 _WHITE_SPACE = r"[ \n\t]{0,16}"
 
-# llguidance follows references by recursion in native code, where a stack overflow ends the
-# process. The deepest chain that fits into MAX_BYTES needs less than this.
+# llguidance follows references by native recursion, where a stack overflow ends the process. The
+# deepest chain that fits into MAX_BYTES needs less than this.
 _STACK_BYTES = 256 << 20
 _STACK_LOCK = threading.Lock()
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 @refuse_unknown_keywords(STRUCTURED_OPTIONS)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    r"""A form that an output must have. Give one of the first five; names are vLLM's.
+    r"""A constraint on the output. Give one of the first five; names are vLLM's.
 
     Attributes:
         json: A JSON schema, as an object or as text. ``True`` allows any JSON.
@@ -54,7 +54,7 @@ class StructuredOutputsParams:
         disable_any_whitespace: JSON without line breaks and indentation.
 
     Raises:
-        RequestError: None of the forms is given, or several, or one is of the wrong type.
+        RequestError: None of the constraints is given, or several, or one has the wrong type.
 
     Example:
         >>> StructuredOutputsParams(json={"type": "integer"}).json
@@ -97,24 +97,24 @@ class StructuredOutputsParams:
 
 
 class Grammar(Protocol):
-    """What restricts one sequence's next token; structured output makes one per sequence."""
+    """Restricts the next token of one sequence; each sequence has its own."""
 
     def fill_mask(self, mask: Any) -> None:
         """Write the allowed tokens into ``mask``, int32 ``[ceil(vocab_size / 32)]``, as bits."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Take note of the sequence's next token."""
+        """Advance by the sequence's next token."""
         ...
 
 
 class GrammarCompiler:
-    """Compiles forms for one tokenizer.
+    """Compiles constraints for one tokenizer.
 
     Args:
-        tokenizer: A fast one of Transformers; ``None``: nothing can be compiled.
+        tokenizer: A fast Transformers tokenizer; ``None``: nothing can be compiled.
         vocab_size: Width of the logits.
-        eos_token_ids: Tokens that may end an output once its form is complete.
+        eos_token_ids: Tokens that may end an output once the constraint is satisfied.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -125,13 +125,13 @@ class GrammarCompiler:
         self._words: Any = None
 
     def compile(self, form: StructuredOutputsParams) -> Callable[[], _Grammar]:
-        """What makes a walk through a form, one for each sequence.
+        """Return a function that makes the grammar of each sequence.
 
-        Slow the first time: call it off the event loop. Threads may share it.
+        Slow the first time: call it off the event loop. Thread-safe.
 
         Raises:
-            RequestError: The form is wrong, or too complex.
-            UnsupportedError: llguidance is not installed, or the tokenizer is none that it takes.
+            RequestError: The constraint is wrong, or too complex.
+            UnsupportedError: llguidance is not installed, or does not support the tokenizer.
         """
         with self._lock:
             grammar = self._compiled.get(form)
@@ -149,7 +149,7 @@ class GrammarCompiler:
         words = self._load()
         from llguidance import LLMatcher, LLParserLimits
 
-        # Fuel is counted in steps of the compiler: these take it 0.1 to 1 s.
+        # Limits in steps of the compiler, which take 0.1 to 1 s.
         limits = LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=500_000)
         _check_schemas(form)
         try:
@@ -193,40 +193,40 @@ class GrammarCompiler:
 
 
 class _Grammar:
-    """One sequence's walk through a form."""
+    """The matcher of one sequence."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def copy(self) -> _Grammar:
-        """A walk that stands where this one does."""
+        """Return a copy in the same state."""
         return _Grammar(self._matcher.deep_copy(), self._vocab_size)
 
     def find_no_beginning(self) -> str:
-        """Why no output can begin, as where a schema only refers to itself; empty where one can."""
+        """Return why no output can begin, as for a schema that only refers to itself; else ""."""
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         self.fill_mask(mask)
         return "" if mask.any() else self._matcher.get_error() or "no output has this form"
 
     def fill_mask(self, mask: Any) -> None:
-        """Write the tokens that may come as bits; none, once the form has become too complex."""
+        """Write the allowed tokens as bits; none, once the constraint has become too complex."""
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            mask[:] = 0  # the sampler reports a row without tokens, and that row alone
+            mask[:] = 0  # the sampler fails only this row, since it has no token left
 
     def accept(self, token_id: int) -> None:
-        """Take a step.
+        """Advance by a token.
 
         Raises:
-            RequestError: The token may not come here, or the form has become too complex.
+            RequestError: The token is not allowed, or the constraint has become too complex.
         """
         if not self._matcher.consume_token(token_id):
             raise RequestError(f"structured output failed: {self._matcher.get_error()}")
 
 
 def fill_masks(grammars: Sequence[Any], vocab_size: int) -> list[tuple[int, npt.NDArray[np.int32]]]:
-    """For each grammar that is not ``None``, its position and its allowed tokens as bits."""
+    """Return position and allowed tokens as bits of each grammar that is not ``None``."""
     masks = []
     for at, grammar in enumerate(grammars):
         if grammar is not None:
@@ -237,7 +237,7 @@ def fill_masks(grammars: Sequence[Any], vocab_size: int) -> list[tuple[int, npt.
 
 
 def _source(form: StructuredOutputsParams) -> str:
-    """A form in llguidance's own language."""
+    """Return a constraint in llguidance's own language."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -256,7 +256,7 @@ def _source(form: StructuredOutputsParams) -> str:
 
 
 def _on_a_large_stack(work: Callable[[], T]) -> T:
-    """The result of ``work`` on a thread of its own with a stack of ``_STACK_BYTES``."""
+    """Return the result of ``work`` on a thread with a stack of ``_STACK_BYTES``."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -276,10 +276,10 @@ def _on_a_large_stack(work: Callable[[], T]) -> T:
 
 
 def _check_schemas(form: StructuredOutputsParams) -> None:
-    """Refuse schemas that llguidance compiles into something else, or that end the process.
+    """Refuse schemas that llguidance compiles wrongly, or that end the process.
 
     Raises:
-        RequestError: There is one, as the form or inside of a Lark grammar.
+        RequestError: There is one, as the constraint or inside of a Lark grammar.
     """
     schemas = []
     try:
@@ -306,8 +306,8 @@ def _check_bounds(part: dict[str, Any]) -> None:
     """Refuse bounds of numbers that llguidance gets wrong.
 
     It keeps them as doubles. Bounds of integers at or below -2**63 make it recurse until the
-    process dies. An exclusive bound is taken for an inclusive one where it has the same whole
-    part as all that it allows, as 0 < x <= 0.25.
+    process dies. It treats an exclusive bound as inclusive if all allowed numbers have its integer
+    part, such as 0 < x <= 0.25.
     """
     bounds = {name: part[name] for name in _BOUNDS if isinstance(part.get(name), (int, float))}
     for name, bound in bounds.items():
@@ -352,7 +352,7 @@ def _is_bound(value: float) -> bool:
 
 
 def _check_reference(schema: Any, part: Any) -> None:
-    """Refuse a reference that leads to itself and to nothing else."""
+    """Refuse a reference that only leads to itself."""
     seen = []
     while isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
         if reference in seen:
@@ -364,7 +364,7 @@ def _check_reference(schema: Any, part: Any) -> None:
 
 
 def _find(schema: Any, reference: str) -> Any:
-    """What a reference within a schema leads to; ``None`` where that is not to be found."""
+    """Return the target of a reference within a schema; ``None`` if there is none."""
     for key in reference.removeprefix("#").split("/")[1:]:
         key = unquote(key).replace("~1", "/").replace("~0", "~")
         schema = schema.get(key) if isinstance(schema, dict) else None

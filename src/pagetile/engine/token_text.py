@@ -1,4 +1,4 @@
-"""What single tokens are called in log-probabilities: their text and their bytes."""
+"""Text and bytes of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenText:
     """Text and bytes of single tokens.
 
-    A tokenizer decodes a token alone without the space before it, or as U+FFFD where it is part of
-    a character; here a token is what it adds to a text.
+    A tokenizer decodes a single token without the space before it, or as U+FFFD if it is a part of
+    a character; here the text of a token is what it adds to a text.
 
     Args:
-        tokenizer: Of Transformers; ``None``: tokens are called by their number.
+        tokenizer: A Transformers tokenizer; ``None``: a token's text is its number.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -31,12 +31,12 @@ class TokenText:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {}
         return max(map(len, vocabulary), default=1)
 
     def _bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes of a token."""
         if self._tokenizer is None:
             return f"token_id:{token_id}".encode()
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -55,7 +55,7 @@ class TokenText:
         return str(decoded).encode()
 
     def _text(self, token_id: int) -> str:
-        r"""The text of a token; of one that is no whole characters, ``bytes:\xe2\x82``."""
+        r"""Return the text of a token; ``bytes:\xe2\x82`` if it is not whole characters."""
         data = self.bytes(token_id)
         try:
             return str(data, "utf-8")

@@ -1,10 +1,9 @@
-"""Biases, penalties, bans and cuts in torch: on a CPU, and the definition of what kernels do.
+"""Biases, penalties, masks and cuts in torch: for CPUs, and the reference of the kernels.
 
-Cuts run on integers. After the temperature a token's likelihood is a whole number of units, 2**40
-of them for the likeliest, so sums are exact in any order and a row keeps the same tokens in any
-batch. The edge of top-k and top-p is found without sorting, digit by digit: a histogram over the
-leading 11 bits of the tokens' order shows in which bucket the edge lies, a second one looks inside
-that bucket, a third settles it::
+Cuts use integers. A token's likelihood at its temperature is an integer, 2**40 for the likeliest
+token, so sums are exact in any order and a row keeps the same tokens in any batch. The threshold of
+top-k and top-p is found without sorting, by radix selection: a histogram over the leading 11 bits
+of the logits, as ordered integers, gives the bucket of the threshold; two more refine it::
 
     need 70 units, best tokens first
     bucket    0    1    2    3   ...
@@ -96,9 +95,9 @@ def _penalise(x: Tensor, counts: Tensor, floats: Tensor) -> Tensor:
 
 
 def _as_bans(words: Tensor, vocab_size: int) -> Tensor:
-    """Bit masks int32 ``[n, ceil(vocab_size / 32)]`` as 0 where allowed, else infinity.
+    """Expand bit masks int32 ``[n, ceil(vocab_size / 32)]`` to 0 where allowed, else infinity.
 
-    Subtracting infinity, not writing it, leaves a NaN to be found.
+    Infinity is subtracted from logits and does not replace them, so that a NaN is still found.
     """
     tokens = torch.arange(vocab_size, device=words.device)
     bits = words[:, tokens >> 5] >> (tokens & 31).int()
@@ -106,7 +105,7 @@ def _as_bans(words: Tensor, vocab_size: int) -> Tensor:
 
 
 def _cut(x: Tensor, ints: Tensor, floats: Tensor) -> Tensor:
-    """Which tokens steps 4 and 5 keep: bool like ``x``. A cut that is not asked for keeps all."""
+    """Return which tokens steps 4 and 5 keep: bool like ``x``. A cut that is off keeps all."""
     best, top_k = x.amax(dim=1), ints[:, TOP_K, None].long()
     tail, margin = floats[:, TAIL, None], floats[:, MARGIN, None]
     kept = torch.ones_like(x, dtype=torch.bool)
@@ -127,10 +126,10 @@ def _units(logits: Tensor, best: Tensor, temperature: Tensor | float) -> Tensor:
 
 
 def _is_kept(logits: Tensor, amounts: Tensor, need: Tensor) -> Tensor:
-    """Which tokens are among the fewest best whose ``amounts`` sum to ``need``, ties included.
+    """Return which tokens are among the fewest best whose ``amounts`` sum to ``need``, with ties.
 
-    Each round knows the leading digits of the edge and histograms the next one. Bucket 0 takes
-    all tokens better than those leading digits, the last bucket all worse ones.
+    Each round knows the leading digits of the threshold and histograms the next one. Bucket 0 has
+    all tokens better than those digits, the last bucket all worse ones.
     """
     order = descending_order(logits)
     num_buckets = 2**DIGIT_BITS + 2

@@ -236,7 +236,7 @@ def _count_tiles(
 
 
 _Sources = tuple[tuple[Any, Any], int, tuple[int, ...]]
-"""Keys and values, the distance of blocks in rows or groups of rows, and strides, for the kernel."""
+"""Keys and values, the distance of blocks in rows or groups of rows, and strides."""
 
 
 def _boxed(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
