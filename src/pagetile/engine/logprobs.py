@@ -200,7 +200,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
 
 
 def _find_best(chunks: Tensor, maxima: Tensor, num_top: int) -> Tensor:
-    """Return ids of the largest of ``chunks`` ``[n, num_chunks, CHUNK]``, int64 ``[n, num_top]``."""
+    """Return ids of the largest of ``chunks`` ``[n, num_chunks, CHUNK]``: ``[n, num_top]``."""
     _, num_chunks, size = chunks.shape
     numbers = torch.arange(max(num_chunks, size), device=chunks.device)
     where = _smallest_keys(maxima, numbers[:num_chunks], min(num_top, num_chunks))
