@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...ops.window_attention import regions_from_mask, shift_regions
 
-MASK_VALUE = -100.0  # that every framework adds between regions
+MASK_VALUE = -100.0  # every framework adds it between regions
 
 
 def dense_mask(mask: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:

@@ -51,7 +51,7 @@ def patch(model: nn.Module) -> PatchReport:
         model: Any module; every supported module inside it is patched.
 
     Returns:
-        What was patched, and what was left alone and why. ``print`` it: the first line sums it up.
+        The patched modules, and those left alone with the reason; ``print`` it.
 
     Raises:
         DTypeError: ``model`` is not a ``torch.nn.Module``.
@@ -77,7 +77,7 @@ def patch(model: nn.Module) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give every patched module of ``model`` its own class back; no trace of the patch remains.
+    """Restore the original class of every patched module of ``model``.
 
     Example:
         >>> unpatch(nn.Linear(2, 2))
@@ -174,10 +174,10 @@ def _supported_classes() -> Swaps:
 
 
 def _applies(module: nn.Module, swap: type[Swapped]) -> bool:
-    """Whether the swap changes anything for this module."""
+    """Return whether patching changes anything for this module."""
     try:
         return swap.applies(module)
-    except Exception:  # another release's module may lack anything: let its trial decide
+    except Exception:  # another release's module may lack attributes: the comparison decides
         return True
 
 
@@ -192,7 +192,7 @@ def _refusal(
         return "its forward was replaced on the instance"
     try:
         key = swap, swap.variant(module), *_kinds_inside(module, swap)
-    except Exception as error:  # another release's module may lack anything
+    except Exception as error:  # another release's module may lack attributes
         return f"this release has another structure: {error}"
     if key not in proven:
         proven[key] = difference(module, swaps)
@@ -200,7 +200,7 @@ def _refusal(
 
 
 def _kinds_inside(module: nn.Module, swap: type[Swapped]) -> list[type]:
-    """The classes inside an attention: each combination is proven separately."""
+    """Return the classes inside an attention; each combination is compared separately."""
     return [type(each) for each in module.modules()] if issubclass(swap, SwappedAttention) else []
 
 

@@ -1,7 +1,7 @@
-"""Prove on a copy that a patched module computes the same as the original.
+"""Checks on a copy that a patched module computes the same as the original.
 
-Frameworks change quietly between releases: Transformers 5.23 adds Swinv2's shift mask twice. A
-module whose copy differs is left alone, with the difference as the reason.
+Frameworks change between releases: Transformers 5.23 adds Swinv2's shift mask twice. A module whose
+copy differs is left alone, with the difference as the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE = 1e-6  # of float64 results whose parameters and inputs are of order 
 def difference(module: nn.Module, swaps: Swaps) -> str | None:
     """Return why ``module`` would not compute the same when patched, or None if it would.
 
-    A copy in float64 with random parameters runs a small trial on the CPU, patched and not.
+    A copy in float64 with random parameters runs on a small input on the CPU, patched and not.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return "its parameters are on the meta device: load them, then patch"
@@ -94,6 +94,6 @@ def windows(num_tokens: int, dim: int, randn: Randn) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(mask: Tensor | None) -> Tensor:
-    """The mask that a layer hands to its attention, dense; empty for None."""
+    """Return the mask that a layer passes to its attention, dense; empty for None."""
     dense = dense_mask(mask, torch.float64)
     return torch.empty(0) if dense is None else dense

@@ -1,4 +1,4 @@
-"""What a patch did, as text."""
+"""The report of ``swin.patch``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entry:
     name: str
     """Its dotted name; empty for the model itself."""
     what: str
-    """What it is (patched), or why it was left alone."""
+    """A description of a patched module, or why it was left alone."""
 
     def __str__(self) -> str:
         return f"  {self.name or '(the model)'}: {self.what}"
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What ``swin.patch`` patched, and what it left alone and why. ``print`` it.
+    """Modules that ``swin.patch`` patched, and those that it left alone, with the reason.
 
     Example:
         >>> report = PatchReport((), (), (Entry("blocks.0.attn", "its forward was replaced"),))
@@ -86,7 +86,7 @@ class PatchReport:
 
 
 def times(sizes: Iterable[int]) -> str:
-    """Sizes along the axes, as a report spells them.
+    """Format sizes along the axes.
 
     Example:
         >>> times((7, 7, 7))
@@ -96,7 +96,7 @@ def times(sizes: Iterable[int]) -> str:
 
 
 def heads(dim: int, num_heads: int) -> str:
-    """Number and size of heads, as a report spells them.
+    """Format number and size of heads.
 
     Example:
         >>> heads(48, 3)

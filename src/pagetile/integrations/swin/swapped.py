@@ -108,7 +108,7 @@ def check_restorable(module: Any) -> None:
 
 
 def restore(module: Any) -> None:
-    """Give a module its own class back, if it was patched."""
+    """Restore a module's original class, if it was patched."""
     if not isinstance(module, Swapped):
         return
     check_restorable(module)

@@ -17,14 +17,14 @@ def _is_integer(value: object, *, least: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """Which blocks of queries see which blocks of keys; tiles that nothing sees cost nothing.
+    """Which blocks of queries see which blocks of keys; hidden tiles are not computed.
 
     Query ``i`` of a sequence sees key ``j`` only if ``mask[..., i // block_q, j // block_k]`` is
     True, and if causality and the sliding window let it. Both count from the sequence's first row.
 
-    GPU kernels are fastest where the blocks are multiples of their tiles; 128 × 128 always is.
-    They work on lists of tiles, which are made on a mask's first use and kept as long as the
-    tensor lives: use one mask for all layers and steps that share it.
+    GPU kernels are fastest if the blocks are multiples of their tiles, as 128 × 128 always is. They
+    use lists of tiles, which are made on a mask's first use and kept as long as the tensor lives,
+    so use one mask for all layers and steps that share it.
 
     Args:
         mask: bool ``[batch or 1, num_heads or 1, q_blocks, k_blocks]``, where ``q_blocks`` is
@@ -66,7 +66,7 @@ class BlockMask:
                 )
 
     def expand(self, query_len: int, seq_len: int) -> Tensor:
-        """The same as bool ``[batch or 1, num_heads or 1, query_len, seq_len]``: a definition."""
+        """Return the mask as bool ``[batch or 1, num_heads or 1, query_len, seq_len]``."""
         rows = self.mask.repeat_interleave(self.block_q, dim=-2)[..., :query_len, :]
         return rows.repeat_interleave(self.block_k, dim=-1)[..., :seq_len]
 

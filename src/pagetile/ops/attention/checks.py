@@ -1,4 +1,4 @@
-"""The argument contract of attention: checked always, in microseconds, before any work."""
+"""The argument contract of attention, always checked before any work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
 
 
 def _divides_as_bhsd(q: Tensor, k: Tensor) -> bool:
-    """Whether heads would be whole groups if dimensions 1 and 2 were meant the other way round."""
+    """Return whether heads would be whole groups if dimensions 1 and 2 were swapped."""
     heads, kv_heads = q.shape[1], k.shape[1]
     is_divisible = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
     return is_divisible and bool(q.shape[2] % max(1, k.shape[2]))
@@ -148,9 +148,9 @@ def _bind_ragged(
 
 
 def check_starts(problem: Problem, q: Tensor, k: Tensor, lengths: Lengths) -> None:
-    """Raise ShapeError naming the first start that leads out of a tensor.
+    """Raise ShapeError naming the first start that is out of bounds.
 
-    Looks where that costs nothing, on a CPU, or under ``PAGETILE_DEBUG=1``.
+    Values are checked on a CPU, or under ``PAGETILE_DEBUG=1``.
     """
     if not problem.is_ragged or q.is_meta or (q.device.type != "cpu" and not is_debugging()):
         return

@@ -1,8 +1,7 @@
-"""The operation as torch sees it: opaque to a compiler, with a gradient and a shape.
+"""The custom operator ``pagetile::attention``, with a fake implementation and a gradient.
 
-A compiler traces ``pagetile::attention`` as one node. What it saves for the backward pass is its
-arguments, ``out`` and ``lse``; the scores are computed again. Plain eager code takes a shorter way
-(``ops/eager``).
+A compiler traces it as one node. It saves its arguments, ``out`` and ``lse`` for the backward pass;
+the scores are computed again. Plain eager code bypasses the operator (``ops/eager``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .checks import check, check_starts
 from .problem import Lengths, Options, Problem
 
 IMPLEMENTATIONS = ("hopper", "triton", "cpu", "reference")
-"""In the order in which ``impl="auto"`` tries them."""
+"""The order in which ``impl="auto"`` tries implementations."""
 
 BACKWARD = {
     "hopper": ("hopper_backward", "triton_backward"),
@@ -35,16 +34,16 @@ BACKWARD = {
     "cpu": ("cpu_backward",),
     "reference": ("reference",),
 }
-"""Implementations of the gradients for each of the forward pass, in the order of trial."""
+"""Implementations of the gradients, for each one of the forward pass, in the order of trial."""
 
 NONDETERMINISTIC = {"hopper_backward"}
-"""Those that add by atomics: skipped under ``torch.use_deterministic_algorithms``."""
+"""Implementations with atomics, skipped under ``torch.use_deterministic_algorithms``."""
 
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``: by the operator under tracing and compilers, else without it."""
+    """Return ``out`` and ``lse``, by the operator only under tracing and compilers."""
     refuse_tangents("attention", *inputs)
     out, lse = (_watched if has_dispatch_observers(*inputs) else _function)(*inputs)
     return out, lse
@@ -152,7 +151,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # asked for once: a checkpoint computes again at each question
+    saved = ctx.saved_tensors  # read once: a checkpoint recomputes on every access
     out, lse, q, k, v, *others = saved
     backward = choose_gradient(_backward, _watched_backward, d_out, d_lse, *saved)
     if d_out is None:
@@ -168,7 +167,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
 def _differentiate_sinks(
     sinks: Tensor, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> Tensor:
-    """A sink takes its share of every row's softmax, and gives nothing for it."""
+    """Return the gradient of the sinks, each a logit without a value in every row's softmax."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     mean = (d_out.to(dtype) * out.to(dtype)).sum(dim=-1)
     if d_lse is not None:

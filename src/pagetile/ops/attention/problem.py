@@ -1,4 +1,4 @@
-"""The nouns of attention: where sequences lie, the options of a call, and the problem they pose."""
+"""Data types of attention: starts of sequences, options of a call, and its problem."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Lengths:
     cu_seqlens_k: Tensor | None = None
     """int32 ``[num_seqs + 1]``: where each sequence's keys start in ``k`` and ``v``."""
     max_query_len: int | None = None
-    """At least the most queries of a sequence; ``None``: as many as there are."""
+    """Upper bound of a sequence's queries; ``None``: all queries."""
     max_seq_len: int | None = None
-    """At least the most keys of a sequence; ``None``: as many as there are."""
+    """Upper bound of a sequence's keys; ``None``: all keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What may vary from call to call, with defaults filled in."""
+    """The options of a call, with defaults filled in."""
 
     softmax_scale: float
     causal: bool = False
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Problem:
-    """A call as a plan sees it: host integers and element types only, so planning is pure."""
+    """Sizes and element types of a call: all that a plan depends on."""
 
     num_seqs: int
     num_tokens: int
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values: that of the queries."""
+        """Element type of keys and values, which is that of the queries."""
         return self.dtype
 
     @property
@@ -83,9 +83,9 @@ class Problem:
 def in_a_row(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The tensors as ragged ones, and where their sequences start.
+    """Return the tensors as ragged ones, and their sequences' starts.
 
-    A dense tensor whose sequences do not follow each other in memory is copied.
+    A dense tensor whose sequences are not contiguous in memory is copied.
     """
     if lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None:
         return q, k, v, lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_k.contiguous()
@@ -95,7 +95,7 @@ def in_a_row(
 
 
 def _starts(dense: Tensor) -> Tensor:
-    """Where the sequences of a dense tensor start, in one launch."""
+    """Return the starts of a dense tensor's sequences, in one launch."""
     batch, length = dense.shape[:2]
     if not length:
         return torch.zeros(batch + 1, dtype=torch.int32, device=dense.device)
@@ -103,12 +103,12 @@ def _starts(dense: Tensor) -> Tensor:
 
 
 def strides_of(rows: Tensor) -> tuple[int, ...]:
-    """Of sequence, token and head; a ragged tensor's sequences are found by their starts."""
+    """Return strides of sequence, token and head; of a ragged tensor's sequences 0."""
     return (0,) * (4 - rows.dim()) + rows.stride()[:-1]
 
 
 def sequences(lengths: Lengths, num_seqs: int) -> Iterator[tuple[int | slice, int | slice]]:
-    """What indexes each sequence's queries, and what its keys and values. Waits for the device."""
+    """Yield indices of each sequence's queries, and of its keys and values; waits for a GPU."""
     if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
         yield from ((seq, seq) for seq in range(num_seqs))
         return

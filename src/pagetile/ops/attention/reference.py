@@ -1,4 +1,4 @@
-"""Attention and its gradients in eager torch: the definition of correct.
+"""Reference of attention and its gradients, in eager torch.
 
 ::
 
@@ -20,7 +20,7 @@ from .problem import Lengths, Options, Problem, sequences
 def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
 ) -> AttentionOutput:
-    """One sequence after another, in float32, or float64 for float64 tensors."""
+    """Compute one sequence after another, in float32, or float64 for float64 tensors."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:-1], problem.v_head_size)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -51,7 +51,7 @@ def run_backward(
     lengths: Lengths,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``q``, ``k`` and ``v``; ``out`` and ``lse`` are computed once more."""
+    """Return the gradients of ``q``, ``k`` and ``v``; ``out`` and ``lse`` are recomputed."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     # Keys of no sequence, between or after those of others, have the gradient 0.
     d_q, d_k, d_v = (t.new_zeros(t.shape) for t in (q, k, v))
@@ -64,7 +64,7 @@ def run_backward(
 
 
 def _visible(problem: Problem, rows: int | slice, options: Options) -> Tensor | None:
-    """One sequence's part of the block mask, ``[num_heads or 1, query_len, seq_len]``."""
+    """Return one sequence's block mask, ``[num_heads or 1, query_len, seq_len]``."""
     if options.block_mask is None or isinstance(rows, slice):
         return None
     visible = options.block_mask.expand(problem.max_query_len, problem.max_seq_len)

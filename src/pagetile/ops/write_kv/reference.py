@@ -1,4 +1,4 @@
-"""The definition, in eager torch."""
+"""Reference of ``write_kv``, in eager torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(
 def measure(new: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each token's head, ``[num_tokens, num_kv_heads]``."""
     amax = new.float().abs().amax(dim=-1)
-    # By a tensor: a GPU divides by a number as if it were multiplied by its reciprocal.
+    # Divide by a tensor: on a GPU torch multiplies by the reciprocal of a Python number.
     scale = (amax / torch.full_like(amax, LARGEST_CODE[dtype])).clamp(min=SMALLEST_SCALE)
     return scale.masked_fill(~amax.isfinite(), torch.nan)
 
