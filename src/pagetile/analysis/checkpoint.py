@@ -119,7 +119,7 @@ def weight_bytes(directory: Path, element_bytes: int) -> int | None:
 
     Args:
         directory: The checkpoint's directory.
-        element_bytes: Size of floating-point weights once loaded; others keep theirs unchanged.
+        element_bytes: Size of floating-point weights once loaded; others are unchanged.
 
     Returns:
         ``None`` where there are no such files.
