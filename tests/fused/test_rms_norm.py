@@ -5,7 +5,7 @@ import torch
 
 from pagetile.errors import ShapeError, UnsupportedError
 from pagetile.fused.rms_norm import KINDS, rms_norm
-from pagetile.fused.rms_norm.problem import fold
+from pagetile.fused.rows import fold
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPS = 1e-5

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError, UnsupportedError
+from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, check_device, check_dtype, form, is_dense
 from ..rms_norm import KINDS, Norm
-from . import reference
-from .problem import Problem
+from ..rows import RowsProblem, check_name
 
 IMPLEMENTATIONS = ("triton", "reference")
 
@@ -74,17 +73,15 @@ def _dispatch(residual: Any, x: Any, norms: tuple[Any, ...], is_learned: bool, i
         if weight.shape != x.shape[-1:]:
             raise ShapeError(f"a weight is {list(weight.shape)}, expected [{x.shape[-1]}]")
     for norm in norms:
-        if norm is not None and norm[1] not in KINDS:
-            raise UnsupportedError(f"kind is {norm[1]!r}, expected one of {', '.join(KINDS)}")
+        if norm is not None:
+            check_name("kind", norm[1], KINDS)
     check_device("residual", residual.device, x=x, **weights)
-    if impl == "reference":
-        return reference
-    problem = Problem(
+    problem = RowsProblem(
         size=x.shape[-1],
         num_rows=residual.shape[:-1].numel(),
-        is_contiguous=all(is_dense(t.shape, t.strides) for t in (residual, x, *weights.values())),
         dtype=residual.dtype,
-        norm_dtypes=tuple(weight.dtype for weight in weights.values()),
+        is_regular=all(is_dense(t.shape, t.strides) for t in (residual, x, *weights.values())),
         needs_gradient=is_learned,
+        norm_dtypes=tuple(weight.dtype for weight in weights.values()),
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)

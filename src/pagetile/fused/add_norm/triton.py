@@ -24,26 +24,15 @@ from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, begins_early, refuse
 from ...tiles.triton.norms import normalise
 from ..rms_norm import Norm
-from .problem import Problem
+from ..rows import RowsProblem
 
 TILE = 1024  # numbers of a program, where a row has no more
 WIDEST = 16384
-MOST_ROWS = 1 << 30
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
+def supports(problem: RowsProblem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if not 0 < problem.size <= WIDEST:
-        return f"a row has {problem.size} numbers; 1 to {WIDEST} run"
-    if problem.num_rows > MOST_ROWS:
-        return f"there are {problem.num_rows} rows; {MOST_ROWS} and fewer run"
-    if not problem.is_contiguous:
-        return "a tensor has gaps"
-    if any(dtype != problem.dtype for dtype in problem.norm_dtypes):
-        return f"a weight has another type than x, which is {problem.dtype}"
-    return refuse(device, x=problem.dtype)
+    return problem.refuse(WIDEST, "a tensor has gaps") or refuse(device, x=problem.dtype)
 
 
 @triton.jit

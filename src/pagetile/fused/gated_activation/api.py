@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError, UnsupportedError
+from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, form, is_dense
-from . import reference
-from .problem import Problem
+from ..rows import RowsProblem, check_name
 
 IMPLEMENTATIONS = ("triton", "reference")
 
@@ -53,15 +52,10 @@ def gated_activation(gate_up: Tensor, activation: str, *, impl: str = "auto") ->
 def _dispatch(gate_up: Any, activation: str, is_learned: bool, impl: str) -> Any:
     """Check a tensor of this form, and choose the module that runs."""
     gate_up = Form(*gate_up)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
-        )
+    check_name("activation", activation, ACTIVATIONS)
     if not gate_up.shape or gate_up.shape[-1] % 2:
         raise ShapeError(f"gate_up is {list(gate_up.shape)}, expected an even last dimension")
-    if impl == "reference":
-        return reference
-    problem = Problem(
+    problem = RowsProblem(
         size=gate_up.shape[-1] // 2,
         num_rows=gate_up.shape[:-1].numel(),
         dtype=gate_up.dtype,

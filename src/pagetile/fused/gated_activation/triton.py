@@ -18,21 +18,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...device import DeviceInfo
 from ...tiles.triton.activations import activate
 from ...tiles.triton.launch import POINTERS, Launcher, begins_early, refuse
-from .problem import Problem
+from ..rows import MOST_ROWS, RowsProblem
 
 TILE = 1024
-MOST_ROWS = 1 << 30
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
+def supports(problem: RowsProblem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if problem.size == 0 or problem.num_rows * (problem.size // TILE + 1) > MOST_ROWS:
-        return f"the result is [{problem.num_rows}, {problem.size}]; 1 to {MOST_ROWS} tiles run"
-    if not problem.is_regular:
-        return "gate_up has gaps between its rows"
-    return refuse(device, gate_up=problem.dtype)
+    if problem.num_rows * (problem.size // TILE + 1) > MOST_ROWS:
+        return f"the result is [{problem.num_rows}, {problem.size}]; {MOST_ROWS} tiles run"
+    reason = problem.refuse(MOST_ROWS, "gate_up has gaps between its rows")
+    return reason or refuse(device, gate_up=problem.dtype)
 
 
 @triton.jit

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import DTypeError, ShapeError, UnsupportedError
+from ...errors import DTypeError, ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, check_device, forms, is_dense
-from . import reference
+from ..rows import check_name
 from .problem import Expert, Problem
 
 IMPLEMENTATIONS = ("triton", "reference")
@@ -89,10 +89,7 @@ def _dispatch(*arguments: Any) -> Any:
     *found, names, is_learned, activation, impl = arguments
     x, experts, weights, *rest = (Form(*form) for form in found)
     expert = dict(zip(names, rest, strict=True))
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
-        )
+    check_name("activation", activation, ACTIVATIONS)
     gate, up = expert["gate"], expert["up"]
     if len(x.shape) != 2 or len(gate.shape) != 3:
         raise ShapeError(
@@ -128,14 +125,9 @@ def _dispatch(*arguments: Any) -> Any:
             f"experts is {experts.dtype} and weights {weights.dtype}, expected int64 and floating"
         )
     check_device("x", x.device, experts=experts, weights=weights, **expert)
-    if impl == "reference":
-        return reference
     problem = Problem(
         num_tokens=x.shape[0],
         top_k=experts.shape[1],
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        inner_size=inner_size,
         dtype=x.dtype,
         weight_dtype=weights.dtype,
         is_contiguous=all(is_dense(t.shape, t.strides) for t in (x, experts, weights)),

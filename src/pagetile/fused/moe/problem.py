@@ -13,9 +13,6 @@ class Problem(NamedTuple):
 
     num_tokens: int
     top_k: int
-    num_experts: int
-    hidden_size: int
-    inner_size: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
     is_contiguous: bool

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError, UnsupportedError
+from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import has_dispatch_observers, needs_gradient
 from ...shapes import Form, check_device, forms
-from . import reference
-from .problem import Problem, fold
+from ..rows import RowsProblem, check_name, fold
 
 IMPLEMENTATIONS = ("triton", "reference")
 
@@ -68,20 +67,16 @@ def rms_norm(
 def _dispatch(x: Any, weight: Any, is_learned: bool, kind: str, impl: str) -> Any:
     """Check tensors of these forms, and choose the module that runs."""
     x, weight = Form(*x), Form(*weight)
-    if kind not in KINDS:
-        raise UnsupportedError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
+    check_name("kind", kind, KINDS)
     if x.shape[-1:] != weight.shape or not weight.shape:
         raise ShapeError(f"weight is {list(weight.shape)}, expected the last of x {list(x.shape)}")
     check_device("x", x.device, weight=weight)
-    if impl == "reference":
-        return reference
-    rows = fold(x.shape, x.strides)
-    problem = Problem(
+    problem = RowsProblem(
         size=x.shape[-1],
         num_rows=x.shape[:-1].numel(),
-        is_regular=rows is not None,
         dtype=x.dtype,
-        weight_dtype=weight.dtype,
+        is_regular=fold(x.shape, x.strides) is not None,
         needs_gradient=is_learned,
+        norm_dtypes=(weight.dtype,),
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(x.device), impl)

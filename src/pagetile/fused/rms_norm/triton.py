@@ -25,26 +25,16 @@ from ...device import DeviceInfo
 from ...shapes import Form, form
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, refuse
 from ...tiles.triton.norms import normalise
-from .problem import Problem, Rows, fold
+from ..rows import Rows, RowsProblem, fold
 
 TILE = 1024  # numbers of a program, where a row has no more
 WIDEST = 16384
-MOST_ROWS = 1 << 30
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
+def supports(problem: RowsProblem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if not 0 < problem.size <= WIDEST:
-        return f"a row has {problem.size} numbers; 1 to {WIDEST} run"
-    if problem.num_rows > MOST_ROWS:
-        return f"there are {problem.num_rows} rows; {MOST_ROWS} and fewer run"
-    if not problem.is_regular:
-        return "no two strides lead to all rows of x"
-    if problem.weight_dtype != problem.dtype:
-        return f"weight is {problem.weight_dtype} and x is {problem.dtype}"
-    return refuse(device, x=problem.dtype)
+    reason = problem.refuse(WIDEST, "no two strides lead to all rows of x")
+    return reason or refuse(device, x=problem.dtype)
 
 
 @triton.jit

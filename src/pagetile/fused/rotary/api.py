@@ -15,8 +15,7 @@ from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import has_dispatch_observers, needs_gradient
 from ...shapes import Form, bind, check_device, check_dtype, forms
-from . import reference
-from .problem import Problem
+from ..rows import RowsProblem
 
 IMPLEMENTATIONS = ("triton", "reference")
 
@@ -79,9 +78,7 @@ def _dispatch(
     for name, other in (("k", k), ("cos", cos), ("sin", sin)):
         check_dtype(name, other, q.dtype)
     check_device("q", q.device, k=k, cos=cos, sin=sin)
-    if impl == "reference":
-        return reference
-    problem = Problem(
+    problem = RowsProblem(
         size=sizes["head_size"],
         num_rows=sizes["num_tokens"] * max(sizes["num_heads"], sizes["num_kv_heads"]),
         dtype=q.dtype,

@@ -24,24 +24,16 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...shapes import Form, form
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, refuse
-from .problem import Problem
+from ..rows import RowsProblem
 
 TILE = 1024  # numbers of a program
 WIDEST = 1024
-MOST_ROWS = 1 << 30
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
+def supports(problem: RowsProblem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if problem.size > WIDEST:
-        return f"head_size is {problem.size}; {WIDEST} and less run"
-    if problem.num_rows > MOST_ROWS:
-        return f"there are {problem.num_rows} heads of all tokens; {MOST_ROWS} and fewer run"
-    if not problem.is_regular:
-        return "the last dimension of q, k, cos or sin is not contiguous"
-    return refuse(device, q=problem.dtype)
+    reason = problem.refuse(WIDEST, "the last dimension of q, k, cos or sin is not contiguous")
+    return reason or refuse(device, q=problem.dtype)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, bind, check_device, check_dtype, form
-from . import reference
+from ..rows import RowsProblem
 from .problem import Heads, Problem
 
 IMPLEMENTATIONS = ("triton", "reference")
@@ -107,15 +107,13 @@ def _dispatch(
         if tuple(weight[0]) != (head_size,):
             raise ShapeError(f"the weight of a norm is {list(weight[0])}, expected [{head_size}]")
         is_regular &= weight[1] == (1,)
-    if impl == "reference":
-        return reference
-    problem = Problem(
+    rows = RowsProblem(
         size=max(head_size, v_head_size),
         num_rows=qkv.shape[0] * (num_heads + 2 * num_kv_heads),
         dtype=qkv.dtype,
-        cache_dtype=k_cache.dtype,
-        norm_dtypes=tuple(weight[2] for weight in weights),
         is_regular=is_regular,
         needs_gradient=is_learned,
+        norm_dtypes=tuple(weight[2] for weight in weights),
     )
+    problem = Problem(rows, k_cache.dtype)
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(qkv.device), impl)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..rms_norm import Norm
+from ..rows import RowsProblem
 
 
 class Heads(NamedTuple):
@@ -33,13 +34,6 @@ class Heads(NamedTuple):
 class Problem(NamedTuple):
     """A call, as host numbers."""
 
-    size: int
-    """Numbers of a head."""
-    num_rows: int
-    """Heads of all tokens."""
-    dtype: torch.dtype
+    rows: RowsProblem
+    """The heads of all tokens."""
     cache_dtype: torch.dtype
-    norm_dtypes: tuple[torch.dtype, ...]
-    is_regular: bool
-    """Whether the numbers of every row are neighbours."""
-    needs_gradient: bool

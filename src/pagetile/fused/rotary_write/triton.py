@@ -37,22 +37,13 @@ from .problem import Heads, Problem
 
 TILE = 512  # numbers of a program
 WIDEST = 1024
-MOST_ROWS = 1 << 30
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if problem.size > WIDEST:
-        return f"heads have {problem.size} numbers; {WIDEST} and less run"
-    if problem.num_rows > MOST_ROWS:
-        return f"there are {problem.num_rows} heads of all tokens; {MOST_ROWS} and fewer run"
-    if not problem.is_regular:
-        return "the last dimension of a tensor is not contiguous"
-    if any(dtype != problem.dtype for dtype in problem.norm_dtypes):
-        return f"the weight of a norm has another type than qkv, which is {problem.dtype}"
-    return refuse_cache(device, problem.cache_dtype) or refuse(device, qkv=problem.dtype)
+    rows = problem.rows
+    reason = rows.refuse(WIDEST, "the last dimension of a tensor is not contiguous")
+    return reason or refuse_cache(device, problem.cache_dtype) or refuse(device, qkv=rows.dtype)
 
 
 @triton.jit
@@ -228,8 +219,7 @@ def run(
     q_weight, k_weight = (qkv if n is None else n.weight for n in (heads.q_norm, heads.k_norm))
     angles = (qkv, qkv) if cos is None or sin is None else (cos, sin)
     addresses = functools.reduce(
-        int.__or__,
-        (t.data_ptr() for t in (qkv, k_cache, v_cache, q_weight, k_weight, *angles)),
+        int.__or__, (t.data_ptr() for t in (qkv, k_cache, v_cache, q_weight, k_weight, *angles))
     )
     kind, k_scale, v_scale = bind_scales(k_scale, v_scale, k_cache, v_cache)
     scales = (slot_mapping,) * 2 if k_scale is None or v_scale is None else (k_scale, v_scale)

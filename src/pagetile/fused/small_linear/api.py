@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError, UnsupportedError
+from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, check_device, form, is_dense
 from ..gated_activation import ACTIVATIONS
 from ..rms_norm import KINDS, Norm
-from . import reference
+from ..rows import check_name
 from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "reference")
@@ -108,10 +108,8 @@ def _dispatch(
     """Check tensors of these forms, and choose the module of ``names`` that runs."""
     x, weight = Form(*x), Form(*weight)
     others = {"weight": weight}
-    if activation and activation not in ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
-        )
+    if activation:
+        check_name("activation", activation, ACTIVATIONS)
     if len(weight.shape) != 2 or x.shape[-1:] != weight.shape[1:] or x.shape[-1] == 0:
         raise ShapeError(
             f"weight is {list(weight.shape)}, expected rows like those of x {list(x.shape)}"
@@ -131,13 +129,10 @@ def _dispatch(
             )
     if norm is not None:
         others["norm.weight"] = Form(*norm[0])
-        if norm[1] not in KINDS:
-            raise UnsupportedError(f"kind is {norm[1]!r}, expected one of {', '.join(KINDS)}")
+        check_name("kind", norm[1], KINDS)
         if others["norm.weight"].shape != x.shape[-1:]:
             raise ShapeError(f"norm.weight is {list(norm[0][0])}, expected [{x.shape[-1]}]")
     check_device("x", x.device, **others)
-    if impl == "reference":
-        return reference
     problem = Problem(
         num_rows=x.shape[:-1].numel(),
         size=x.shape[-1],

@@ -16,8 +16,7 @@ from ...errors import ShapeError
 from ...ops.dispatch import choose
 from ...ops.eager import needs_gradient
 from ...shapes import Form, check_device, check_dtype, form, is_dense
-from . import reference
-from .problem import Problem
+from ..rows import RowsProblem
 
 IMPLEMENTATIONS = ("triton", "reference")
 
@@ -57,12 +56,12 @@ def _dispatch(table: Any, rows: Any, is_learned: bool, impl: str) -> Any:
         raise ShapeError(f"table is {list(table.shape)}, expected [num_rows, size]")
     check_dtype("rows", rows, torch.int64)
     check_device("table", table.device, rows=rows)
-    if impl == "reference":
-        return reference
-    is_contiguous = (
-        all(is_dense(t.shape, t.strides) for t in (table, rows)) and 0 not in table.shape
-    )
-    problem = Problem(
-        table.shape[1], rows.shape.numel(), table.dtype, is_contiguous, needs_gradient=is_learned
+    is_dense_table = is_dense(table.shape, table.strides) and 0 not in table.shape
+    problem = RowsProblem(
+        size=table.shape[1],
+        num_rows=rows.shape.numel(),
+        dtype=table.dtype,
+        is_regular=is_dense_table and is_dense(rows.shape, rows.strides),
+        needs_gradient=is_learned,
     )
     return choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(table.device), impl)

@@ -16,21 +16,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device import DeviceInfo
 from ...tiles.triton.launch import POINTERS, Launcher, begins_early, refuse
-from .problem import Problem
+from ..rows import MOST_ROWS, RowsProblem
 
 TILE = 1024
-MOST_PROGRAMS = 1 << 30
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
+def supports(problem: RowsProblem, device: DeviceInfo) -> str | None:
     """Why this cannot run, or None if it can."""
-    if problem.needs_gradient:
-        return "a gradient is wanted; the reference has one"
-    if not problem.is_contiguous:
-        return "table or rows is empty or has gaps"
-    if problem.num_rows * (problem.size // TILE + 1) > MOST_PROGRAMS:
-        return f"the result is [{problem.num_rows}, {problem.size}]; {MOST_PROGRAMS} tiles run"
-    return refuse(device, table=problem.dtype)
+    if problem.num_rows * (problem.size // TILE + 1) > MOST_ROWS:
+        return f"the result is [{problem.num_rows}, {problem.size}]; {MOST_ROWS} tiles run"
+    reason = problem.refuse(MOST_ROWS, "table or rows is empty or has gaps")
+    return reason or refuse(device, table=problem.dtype)
 
 
 @triton.jit

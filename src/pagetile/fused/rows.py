@@ -1,23 +1,53 @@
-"""What decides which implementation runs, and where a tensor's rows lie."""
+"""What fused operations on rows share: a call as host numbers, and where a tensor's rows lie."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
+from ..errors import UnsupportedError
 
-class Problem(NamedTuple):
-    """A call, as host numbers."""
+MOST_ROWS = 1 << 30
+
+
+class RowsProblem(NamedTuple):
+    """A call, as host numbers: what decides which implementation runs."""
 
     size: int
-    """Numbers of a row."""
+    """Numbers of a row, or of a head."""
     num_rows: int
-    is_regular: bool
-    """Whether two strides lead to every row, and a row's numbers are neighbours."""
     dtype: torch.dtype
-    weight_dtype: torch.dtype
+    is_regular: bool
+    """Whether a kernel's few strides lead to every number."""
     needs_gradient: bool
+    norm_dtypes: tuple[torch.dtype, ...] = ()
+    """Of the weights of norms."""
+
+    def refuse(self, widest: int, irregular: str) -> str | None:
+        """Return why a kernel cannot run this, or None if it can.
+
+        Args:
+            widest: The most numbers of a row that it takes.
+            irregular: Its reason where the call is not regular.
+        """
+        if self.needs_gradient:
+            return "a gradient is wanted; the reference has one"
+        if not 0 < self.size <= widest:
+            return f"a row has {self.size} numbers; 1 to {widest} run"
+        if self.num_rows > MOST_ROWS:
+            return f"there are {self.num_rows} rows; {MOST_ROWS} and fewer run"
+        for dtype in self.norm_dtypes:
+            if dtype != self.dtype:
+                return f"a norm's weight is {dtype} and the rows are {self.dtype}"
+        return None if self.is_regular else irregular
+
+
+def check_name(argument: str, name: str, known: Collection[str]) -> None:
+    """Raise UnsupportedError unless ``name`` is one of those that ``argument`` may be."""
+    if name not in known:
+        raise UnsupportedError(f"{argument} is {name!r}, expected one of {', '.join(known)}")
 
 
 class Rows(NamedTuple):
