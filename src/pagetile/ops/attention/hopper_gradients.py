@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...tiles.hopper.layouts import product_layout
 from ...tiles.hopper.record import record
 from ...tiles.hopper.ring import PipelineBarriers, make_barriers
-from ...tiles.hopper.softmax import Warpgroup
+from ...tiles.hopper.roles import specialise
 from .hopper_walk import (
     ROWS,
     SWIZZLED,
@@ -232,15 +232,7 @@ def gradients_kernel(
     fence_async_shared()
     work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config)
     load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, config)
-    gl.warp_specialize(
-        [
-            (_compute_role, work + (Warpgroup(0),)),  # noqa: RUF005
-            (_compute_role, work + (Warpgroup(1),)),  # noqa: RUF005
-            (load_role, load),
-        ],
-        [4, 1],
-        [REGISTERS, LOADING],
-    )
+    specialise(_compute_role, work, 2, 4, REGISTERS, [(load_role, load)], 1, LOADING)
 
 
 @triton.jit

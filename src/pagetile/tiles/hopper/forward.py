@@ -61,11 +61,11 @@ from .load import (
 )
 from .merge import finish_split
 from .ring import make_ring
+from .roles import specialise
 from .schedule import LIST_FIELDS, Batch, TileLists, make_tile_metadata, make_tile_queue
 from .softmax import (
     LOG2_E,
     Scoring,
-    Warpgroup,
     add_alibi,
     apply_mask,
     bound_of,
@@ -648,26 +648,7 @@ def forward_kernel(
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS
     keys = q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config
     values = v, batch, schedule, queue, v_ring, config
-    if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
-                (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (load_keys_role, keys),
-                (load_values_role, values),
-            ],
-            [4, LOADING, LOADING],
-            [REGISTERS, LOAD, LOAD],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute_role, compute + (Warpgroup(0),)),  # noqa: RUF005
-                (_compute_role, compute + (Warpgroup(1),)),  # noqa: RUF005
-                (_compute_role, compute + (Warpgroup(2),)),  # noqa: RUF005
-                (load_keys_role, keys),
-                (load_values_role, values),
-            ],
-            [4, 4, LOADING, LOADING],
-            [REGISTERS, REGISTERS, LOAD, LOAD],
-        )
+    specialise(
+        _compute_role, compute, WARPGROUPS, 4, REGISTERS,
+        [(load_keys_role, keys), (load_values_role, values)], LOADING, LOAD,
+    )  # fmt: skip

@@ -9,13 +9,6 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @record
-class Warpgroup:
-    """Which of the computing warpgroups."""
-
-    INDEX: gl.constexpr
-
-
-@record
 class Scoring:
     """The numbers that turn products into scores."""
 

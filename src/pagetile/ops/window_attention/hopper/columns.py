@@ -26,6 +26,7 @@ from ....tiles.hopper.layouts import product_layout
 from ....tiles.hopper.names import barrier
 from ....tiles.hopper.record import record
 from ....tiles.hopper.ring import PipelineBarriers, make_barriers
+from ....tiles.hopper.roles import specialise
 from .softmax import (
     compute_weights,
     load_pivots,
@@ -45,7 +46,6 @@ from .tiles import (
     PIECE,
     Bias,
     StreamConfig,
-    StreamIndex,
     advance_steps,
     apply_region_mask,
     build_bias_tile,
@@ -333,11 +333,11 @@ def column_gradients(
     TILE: gl.constexpr,
 ):
     """The kernel. Grid: tiles of keys × heads × chunks; tiles of a window are neighbours."""
+    ROWS: gl.constexpr = 16 * WARPS
     config = StreamConfig(
         NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, FULL_PIECES, LAST_PIECE, PIECE, TILE,
-        STREAMS, WARPS,
+        STREAMS, WARPS, ROWS, 3 if MASK else 1,
     )  # fmt: skip
-    ROWS: gl.constexpr = config.ROWS
     CHUNKS: gl.constexpr = (FULL_PIECES * PIECE + LAST_PIECE) // CHUNK
     K_SLOTS: gl.constexpr = STREAMS * Q_STAGES
     SLOTS: gl.constexpr = STREAMS * STAGES
@@ -373,37 +373,4 @@ def column_gradients(
         k_desc, v_desc, row_one_hot_desc, q_desc, dout_desc, one_hot_desc, pivot_desc, delta_desc,
         memory, windows, head, first_row, config,
     )  # fmt: skip
-    # Gluon cannot concatenate lists of functions, so each number of streams has its own list.
-    if STREAMS == 2:
-        gl.warp_specialize(
-            [
-                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
-                (_load_role, load),
-            ],
-            [WARPS, 1],
-            [REGISTERS, LOADING],
-        )
-    elif STREAMS == 3:
-        gl.warp_specialize(
-            [
-                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
-                (_load_role, load),
-            ],
-            [WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, LOADING],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(3),)),  # noqa: RUF005
-                (_load_role, load),
-            ],
-            [WARPS, WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, REGISTERS, LOADING],
-        )
+    specialise(_compute_role, work, STREAMS, WARPS, REGISTERS, [(_load_role, load)], 1, LOADING)

@@ -35,13 +35,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
 from ....device import DeviceInfo
 from ....tiles.hopper.gluon_launcher import GluonLauncher, align
 from ....tiles.hopper.layouts import product_layout
 from ....tiles.hopper.names import barrier
+from ....tiles.hopper.record import record
 from ....tiles.state import AttentionOutput
 from ....tiles.triton.launch import Launcher
 from ....tiles.triton.online_softmax import LN_2, LOG2_E
@@ -70,7 +70,7 @@ ROW = gl.constexpr(gl.SliceLayout(1, SCORES))
 SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
 
-@aggregate
+@record
 class OneTileConfig:
     """Compile-time constants of the kernels."""
 
@@ -82,17 +82,6 @@ class OneTileConfig:
     WARPS: gl.constexpr
     STREAMS: gl.constexpr
     ROWS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES):
-        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
-        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.BIAS = gl.constexpr(BIAS)
-        self.STAGES = gl.constexpr(STAGES)
-        self.WARPS = gl.constexpr(4)
-        self.STREAMS = gl.constexpr(1)
-        self.ROWS = ROWS
 
 
 @gluon.jit
@@ -197,7 +186,7 @@ def attend_windows(
     STAGES: gl.constexpr,
 ):
     """Forward. Grid: heads × chunks; heads of a window are neighbours."""
-    config = OneTileConfig(NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES)
+    config = OneTileConfig(NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES, 4, 1, ROWS)
     O_LAYOUT: gl.constexpr = product_layout(WIDTH, 4)
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], q_desc.layout)
@@ -298,7 +287,7 @@ def window_gradients(
     STAGES: gl.constexpr,
 ):
     """All gradients. Grid: heads × chunks; heads of a window are neighbours."""
-    config = OneTileConfig(NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES)
+    config = OneTileConfig(NUM_HEADS, NUM_TOKENS, WIDTH, BIAS, STAGES, 4, 1, ROWS)
     O_LAYOUT: gl.constexpr = product_layout(WIDTH, 4)
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], q_desc.layout)

@@ -27,13 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....tiles.hopper.layouts import product_layout, wide_rows
 from ....tiles.hopper.names import barrier
 from ....tiles.hopper.record import record
 from ....tiles.hopper.ring import PipelineBarriers, make_barriers
+from ....tiles.hopper.roles import specialise
 from . import constants
 from .softmax import (
     compute_weights,
@@ -54,7 +54,6 @@ from .tiles import (
     PIECE,
     SUM_KEYS,
     Bias,
-    StreamIndex,
     apply_region_mask,
     build_bias_tile,
     locate_work,
@@ -76,7 +75,7 @@ IDENTITY = gl.constexpr(gl.NVMMASharedLayout(32, 16, rank=2))
 PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
-@aggregate
+@record
 class RowConfig:
     """Compile-time constants of the kernel."""
 
@@ -92,25 +91,7 @@ class RowConfig:
     PARTIAL: gl.constexpr  # whether a launch covers only some of the keys
     WARPS: gl.constexpr
     ROWS: gl.constexpr
-    MASK_CLASSES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SPLITS, KEYS, BOX
-    ):  # fmt: skip
-        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
-        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.BIAS = gl.constexpr(BIAS)
-        self.MASK = gl.constexpr(MASK)
-        self.STREAMS = gl.constexpr(SPLITS)
-        self.KEYS = gl.constexpr(KEYS)
-        self.BOX = gl.constexpr(BOX)
-        self.PARTIAL = gl.constexpr(SPLITS * KEYS < NUM_TOKENS)
-        self.WARPS = gl.constexpr(4)
-        self.ROWS = PIECE
-        self.MASK_CLASSES = gl.constexpr(3 if MASK else 1)
+    MASK_CLASSES: gl.constexpr  # whose windows the loading warp searches for
 
 
 @record
@@ -422,7 +403,11 @@ def row_gradients(
     LOADING: gl.constexpr,
 ):
     """The kernel. Grid: tiles of tokens × heads × chunks; tiles of a window are neighbours."""
-    config = RowConfig(NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SPLITS, KEYS, BOX)
+    PARTIAL: gl.constexpr = SPLITS * KEYS < NUM_TOKENS
+    config = RowConfig(
+        NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SPLITS, KEYS, BOX, PARTIAL, 4, ROWS,
+        3 if MASK else 1,
+    )  # fmt: skip
     SLOTS: gl.constexpr = SPLITS * STAGES * (KEYS // BOX)
     dtype: gl.constexpr = q_desc.dtype
     memory = Memory(
@@ -459,27 +444,4 @@ def row_gradients(
         q_desc, dout_desc, row_one_hot_desc, pivot_desc, delta_desc, k_desc, v_desc, one_hot_desc,
         memory, windows, head, first_row, first_key, config,
     )  # fmt: skip
-    # Gluon cannot concatenate lists of functions, so each number of splits has its own list.
-    if SPLITS == 3:
-        gl.warp_specialize(
-            [
-                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
-                (_load_role, load),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, LOADING],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_compute_role, work + (StreamIndex(0),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(1),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(2),)),  # noqa: RUF005
-                (_compute_role, work + (StreamIndex(3),)),  # noqa: RUF005
-                (_load_role, load),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, LOADING],
-        )
+    specialise(_compute_role, work, SPLITS, 4, REGISTERS, [(_load_role, load)], 1, LOADING)

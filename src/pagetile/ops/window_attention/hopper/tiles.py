@@ -13,7 +13,6 @@ beside its rows, and -1 when a class is done::
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
-from triton.language.core import _aggregate as aggregate
 
 from ....tiles.hopper.layouts import product_layout, wide_rows
 from ....tiles.hopper.record import record
@@ -42,7 +41,7 @@ def bias_layout(columns, warps):
     return gl.SharedLinearLayout([[0, 1], [8, 0], [0, 8], *threads, *blocks])
 
 
-@aggregate
+@record
 class StreamConfig:
     """Compile-time constants of a kernel whose warps form streams."""
 
@@ -58,35 +57,8 @@ class StreamConfig:
     TILE: gl.constexpr
     STREAMS: gl.constexpr
     WARPS: gl.constexpr
-    ROWS: gl.constexpr
+    ROWS: gl.constexpr  # of a stream
     MASK_CLASSES: gl.constexpr  # whose windows the loading warp searches for
-
-    @gluon.constexpr_function
-    def __init__(
-        self, NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, FULL_PIECES, LAST_PIECE, PIECE,
-        TILE, STREAMS, WARPS,
-    ):  # fmt: skip
-        self.NUM_HEADS = gl.constexpr(NUM_HEADS)
-        self.NUM_TOKENS = gl.constexpr(NUM_TOKENS)
-        self.HEAD_SIZE = gl.constexpr(HEAD_SIZE)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.BIAS = gl.constexpr(BIAS)
-        self.MASK = gl.constexpr(MASK)
-        self.FULL_PIECES = gl.constexpr(FULL_PIECES)
-        self.LAST_PIECE = gl.constexpr(LAST_PIECE)
-        self.PIECE = gl.constexpr(PIECE)
-        self.TILE = gl.constexpr(TILE)
-        self.STREAMS = gl.constexpr(STREAMS)
-        self.WARPS = gl.constexpr(WARPS)
-        self.ROWS = gl.constexpr(16 * WARPS)
-        self.MASK_CLASSES = gl.constexpr(3 if MASK else 1)
-
-
-@record
-class StreamIndex:
-    """The number of a stream, as a constant."""
-
-    INDEX: gl.constexpr
 
 
 @record
