@@ -154,6 +154,16 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
     return sizes
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def power_of_2(size: int) -> int:
+    """The smallest power of two that is not less than ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def given(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
@@ -183,8 +193,7 @@ def _conversion(name: str, value: Any) -> str:
 def check_dtype(name: str, tensor: torch.Tensor | Form, *allowed: torch.dtype) -> None:
     """Raise DTypeError unless ``tensor`` has one of the allowed element types."""
     if tensor.dtype not in allowed:
-        listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        given = str(tensor.dtype).removeprefix("torch.")
+        listed, given = " or ".join(map(dtype_name, allowed)), dtype_name(tensor.dtype)
         target = str(allowed[0]) if len(allowed) == 1 else "..."
         raise DTypeError(
             f"{name} is {given}, expected {listed}: convert it with {name}.to({target})"

@@ -12,6 +12,7 @@ from pagetile import PagedBatch, paged_attention
 from pagetile.device import DeviceInfo, refusing_to_wait
 from pagetile.errors import ShapeError, UnsupportedError
 from pagetile.fused.rotary_write import Heads, rotate_and_write
+from pagetile.shapes import power_of_2
 from pagetile.testing import (
     PagedCase,
     assert_matches,
@@ -28,7 +29,7 @@ from triton import jit
 
 from pagetile.ops.paged_attention import hopper, hopper_prefill, triton
 from pagetile.ops.paged_attention.hopper import SPECIALISED
-from pagetile.ops.paged_attention.plan import power_of_2, short_len
+from pagetile.ops.paged_attention.plan import short_len
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
 from pagetile.ops.paged_attention.triton_work import choose_whole

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.attention import attention
 from ..ops.attention_scores import attention_scores
+from ..shapes import dtype_name
 from .attention_io import AttentionShape
 from .roofline import Work, attention_work
 from .side_by_side import Contest
@@ -110,11 +111,6 @@ def scores_contest(
         (q.double() @ k.double().mT,),
         Work(elements * dtype.itemsize, flops, 0, dtype_name(dtype)),
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` of ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def on_each_backend(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..device import DeviceInfo
+from ..shapes import dtype_name
 from .roofline import Machine, machine, machine_names
 from .timing import clock_of, take_turns
 
@@ -39,7 +40,7 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
     read = _least_seconds(big.sum, device)
     most = max(64, int(sizes[1] * scale ** (1 / 3)))
     sides = {dtype: _find_side(most, dtype, device) for dtype in dtypes}
-    flops = {str(t).removeprefix("torch."): _product_rate(sides[t], t, device) for t in dtypes}
+    flops = {dtype_name(t): _product_rate(sides[t], t, device) for t in dtypes}
     widest = max(sides.values())
     flops.setdefault("float16", flops["float32"])  # as which a CPU multiplies it
     return Machine(

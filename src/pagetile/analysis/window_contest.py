@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..ops.window_attention import rel_offsets, window_attention
-from .contests import dtype_name, on_each_backend
+from ..shapes import dtype_name
+from .contests import on_each_backend
 from .roofline import window_training_work, window_work
 from .side_by_side import Contest
 from .window_grid import WindowGrid

@@ -133,7 +133,7 @@ class Detokenizer:
         num_old = len(self._held)
         self._held += fresh
         stops = self._stops
-        num_held = 0 if is_last else max((_overlap(self._held, s) for s in stops), default=0)
+        num_held = 0 if is_last else max((overlap(self._held, s) for s in stops), default=0)
         keep = len(self._held) - num_held
         if self.num_tokens >= self._params.min_tokens:
             hits = [(self._held.find(s, max(num_old - len(s) + 1, 0)), s) for s in stops]
@@ -147,7 +147,7 @@ class Detokenizer:
         self._held = self._held[keep:]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DTypeError, ShapeError
-from ..shapes import Form, bind, check_device, check_dtype, form
+from ..shapes import Form, bind, check_device, check_dtype, dtype_name, form
 from ..tiles.types import ALL_FLOATS
 
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -91,7 +91,7 @@ def find_kind(k_scale: Form | None, v_scale: Form | None, k_cache: Form, v_cache
 
 
 def _find_kind(name: str, scale: Form | None, cache_name: str, cache: Form) -> str:
-    given = str(cache.dtype).removeprefix("torch.")
+    given = dtype_name(cache.dtype)
     if cache.dtype not in LARGEST_CODE:
         if scale is None:
             return "none"

@@ -18,6 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.detokenizer import overlap
+
 
 @dataclass(frozen=True)
 class Call:
@@ -108,7 +110,7 @@ class HermesParser:
             return True
         if not self._is_inside:
             # White space before a call is dropped, so it is held back like the beginning of a tag.
-            body = self._held[: len(self._held) - _overlap(self._held, tag)]
+            body = self._held[: len(self._held) - overlap(self._held, tag)]
             keep = len(body.rstrip())
             if self._num_calls == 0 or keep:
                 parsed.text += self._held[:keep]
@@ -265,9 +267,3 @@ def _parse(text: str) -> Any:
 
 def _new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return the length of the longest end of ``text`` that is a prefix of ``tag``."""
-    longest = min(len(text), len(tag) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

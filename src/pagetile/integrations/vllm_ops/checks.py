@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, is_debugging
+from ...shapes import Form, bind, check_device, check_dtype, dtype_name, is_debugging
 from ...tiles.types import FLOATS
 from .layout import bind_packed, packing
 
@@ -81,7 +81,7 @@ def check_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> None:
     if key_cache.shape[4] != x:
         raise ShapeError(
             f"key_cache has x={key_cache.shape[4]} (its shape is {list(key_cache.shape)}), "
-            f"expected 16 bytes of {_name(key_cache.dtype)}, x={x}: "
+            f"expected 16 bytes of {dtype_name(key_cache.dtype)}, x={x}: "
             "[num_blocks, num_kv_heads, head_size/x, block_size, x]"
         )
     block_size = bind_packed(key_cache, value_cache)["block_size"]
@@ -189,13 +189,13 @@ def _check_types(query: Form, key_cache: Form, out: Form, tmp_out: Form | None) 
         check_dtype("tmp_out", tmp_out, query.dtype)
     if key_cache.dtype.itemsize > 1 and key_cache.dtype != query.dtype:
         raise DTypeError(
-            f"key_cache is {_name(key_cache.dtype)} but query is {_name(query.dtype)}: with "
-            "kv_cache_dtype='auto' both have one type"
+            f"key_cache is {dtype_name(key_cache.dtype)} but query is {dtype_name(query.dtype)}: "
+            "with kv_cache_dtype='auto' both have one type"
         )
     if key_cache.dtype in (torch.uint8, torch.int8):
         raise DTypeError(
-            f"key_cache is {_name(key_cache.dtype)}, but kv_cache_dtype is 'auto': pass 'fp8', "
-            "'fp8_e4m3' or 'fp8_e5m2'"
+            f"key_cache is {dtype_name(key_cache.dtype)}, but kv_cache_dtype is 'auto': pass "
+            "'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
         )
 
 
@@ -225,7 +225,3 @@ def check_values(
                 f"block_tables[{seq}, {at}] is {int(blocks[at])}, expected 0 to "
                 f"{problem.num_blocks - 1}"
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_tensors
+from ...shapes import Form, bind, check_tensors, dtype_name
 
 FLOAT8 = {
     "fp8": torch.float8_e4m3fn,
@@ -58,7 +58,7 @@ def as_float8(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
     if cache.dtype == wanted:
         return cache
     if cache.dtype != torch.uint8:
-        given = str(cache.dtype).removeprefix("torch.")
+        given = dtype_name(cache.dtype)
         raise DTypeError(
             f"{name} is {given}, but kv_cache_dtype={kv_cache_dtype!r} is kept as uint8: "
             f"allocate it with dtype=torch.uint8, or pass kv_cache_dtype='auto'"

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import UnsupportedError
-from ...ops.paged_attention.plan import power_of_2
-from ...tiles.triton.launch import POINTERS, Launcher, refuse
+from ...shapes import power_of_2
+from ...tiles.triton.launch import POINTERS, PRODUCTS, Launcher
+from ...tiles.triton.quantise import refuse_cache
 from ...tiles.triton.workspace import borrow
 from .checks import PARTITION_SIZE, BlockSparse, Problem
 from .triton_attention import paged_attention_kernel
 
-_DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_OLDEST_E4M3 = (8, 9)
 _MOST_ROWS = 32
 """Query heads of one program; a larger group is cut, and its keys are read once for each part."""
 _NARROW = 1 << 31
@@ -40,11 +39,7 @@ class Tiles(NamedTuple):
 
 def refuse_device(device: torch.device, kv_dtype: torch.dtype) -> None:
     """Raise UnsupportedError where Triton's kernels cannot run."""
-    info = DeviceInfo.of(device)
-    reason = refuse(info)
-    is_e4m3 = kv_dtype == torch.float8_e4m3fn
-    if reason is None and info.kind == "cuda" and is_e4m3 and info.capability < _OLDEST_E4M3:
-        reason = f"{info.name} cannot convert float8_e4m3fn; kv_cache_dtype='fp8_e5m2' runs"
+    reason = refuse_cache(DeviceInfo.of(device), kv_dtype)
     if reason is not None:
         raise UnsupportedError(reason)
 
@@ -170,7 +165,7 @@ def make_launcher(
     width = max(16, power_of_2(head_size))
     aligned = ":16" * is_aligned
     near, far = POINTERS[q_dtype] + aligned, POINTERS[kv_dtype] + aligned
-    dot = _DOTS[q_dtype] if kv_dtype.itemsize > 1 or q_dtype == torch.float32 else tl.float16
+    dot = PRODUCTS[q_dtype] if kv_dtype.itemsize > 1 or q_dtype == torch.float32 else tl.float16
     constants: dict[str, Any] = {
         "GROUP": group,
         "SIZE": head_size,

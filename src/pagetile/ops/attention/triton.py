@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...device import DeviceInfo
 from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
-from ...tiles.triton.launch import POINTERS, Launcher, as_floats, refuse, window_of
+from ...tiles.triton.launch import POINTERS, PRODUCTS, Launcher, as_floats, refuse, window_of
 from . import triton_block_sparse
 from .problem import Lengths, Options, Problem, in_a_row
-
-_DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -98,7 +95,7 @@ def make_launcher(
         "PAGED": False, "CAUSAL": causal, "HAS_CAP": has_cap, "HAS_ALIBI": has_alibi,
         "HAS_SINKS": has_sinks, "SCALES": "none", "TILE_M": tile_m, "TILE_N": tile_n, "D": d,
         # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
-        "V": max(d_v, min(d, 64)), "DOT": _DOTS[dtype], "VISIBLE": False,
+        "V": max(d_v, min(d, 64)), "DOT": PRODUCTS[dtype], "VISIBLE": False,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     return Launcher(forward_kernel, types, constants, **options)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...device import DeviceInfo
+from ...shapes import dtype_name, power_of_2
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
 from ...tiles.forward_tiles import choose_forward_tiles
@@ -171,7 +172,7 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
 
 def refuse_hopper_decode(problem: Problem) -> str | None:
     """Return why ``hopper_decode`` cannot run ``problem``, or None if it can."""
-    q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
+    q, kv = map(dtype_name, (problem.q_dtype, problem.kv_dtype))
     if problem.q_dtype not in _HALVES:
         return f"q is {q}; float16 and bfloat16 run"
     if problem.kv_dtype != problem.q_dtype and problem.kv_dtype.itemsize != 1:
@@ -186,7 +187,7 @@ def refuse_hopper_decode(problem: Problem) -> str | None:
 
 def refuse_hopper_prefill(problem: Problem) -> str | None:
     """Return why Hopper's forward kernel cannot run ``problem``, or None if it can."""
-    q, kv = (str(dtype)[6:] for dtype in (problem.q_dtype, problem.kv_dtype))
+    q, kv = map(dtype_name, (problem.q_dtype, problem.kv_dtype))
     if problem.q_dtype not in _HALVES:
         return f"q is {q}; float16 and bfloat16 run"
     for name in ("head_size", "v_head_size"):
@@ -475,11 +476,6 @@ def short_len(problem: Problem) -> int:
     """
     is_mixed = problem.num_tokens < problem.num_seqs * problem.max_query_len
     return SHORT_ROWS // problem.group if is_mixed else 0
-
-
-def power_of_2(size: int) -> int:
-    """Return the smallest power of two that is not less than ``size``."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _multiplies_float32(problem: Problem) -> bool:

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import ShapeError
-from ...shapes import Form
+from ...shapes import Form, power_of_2
 from ...tiles.state import AttentionOutput
 from ...tiles.triton.forward import forward_kernel
 from ...tiles.triton.launch import (
     INTERPRETED,
     POINTERS,
+    PRODUCTS,
     Launch,
     Launcher,
     as_floats,
     begins_early,
-    refuse,
     window_of,
 )
+from ...tiles.triton.quantise import refuse_cache
 from ...tiles.triton.workspace import borrow
 from .batch import PagedBatch
 from .plan import (
@@ -34,16 +35,13 @@ from .plan import (
     choose_prefix_splits,
     fit_beside,
     make_gpu_plan,
-    power_of_2,
     short_len,
 )
 from .problem import Arguments, CallForm, Problem
 from .triton_decode import decode_kernel, merge_kernel
 from .triton_prefixes import prefix_kernel
 
-_DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _PACKED = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-_OLDEST_E4M3 = (8, 9)
 FETCHED_KEYS = 256
 MERGE_WARPS = 4
 """Warps of a merging CTA; more would wait for each other."""
@@ -58,11 +56,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     for name, dtype in (("q", problem.q_dtype), ("k_cache", problem.kv_dtype)):
         if dtype == torch.float64:
             return f"{name} is float64; float32, float16, bfloat16 and 8 bits run"
-    reason = refuse(device)
-    is_e4m3 = problem.kv_dtype == torch.float8_e4m3fn
-    if reason is None and device.kind == "cuda" and is_e4m3 and device.capability < _OLDEST_E4M3:
-        return f"k_cache is float8_e4m3fn, which {device.name} cannot convert; e5m2 and int8 run"
-    return reason
+    return refuse_cache(device, problem.kv_dtype)
 
 
 @dataclass(frozen=True, eq=False)  # a cache key by identity
@@ -521,7 +515,7 @@ def _dot(problem: Problem) -> Any:
     """Return the type of products: the elements' own, float16 for 8 bits, else float32."""
     if problem.kv_dtype.itemsize == 1:
         return tl.float32 if problem.q_dtype == torch.float32 else tl.float16
-    return _DOTS[problem.q_dtype if problem.q_dtype == problem.kv_dtype else torch.float32]
+    return PRODUCTS[problem.q_dtype if problem.q_dtype == problem.kv_dtype else torch.float32]
 
 
 def _new_rows(

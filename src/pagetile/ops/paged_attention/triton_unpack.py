@@ -29,10 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import DeviceInfo
+from ...shapes import power_of_2
 from ...tiles.triton.early import let_next_begin
 from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, window_of
 from .batch import PagedBatch
-from .plan import power_of_2, short_len
+from .plan import short_len
 from .problem import Arguments, CallForm, Problem
 from .unpacking import PAGE, count_pages
 

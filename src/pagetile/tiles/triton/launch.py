@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -37,6 +38,9 @@ POINTERS = {
     torch.int64: "*i64",
 }
 """What Triton calls a pointer to elements of a type."""
+
+PRODUCTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""Triton's types of the elements that are multiplied."""
 
 OLDEST = (8, 0)
 

@@ -21,10 +21,12 @@ _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def refuse_cache(device: DeviceInfo, dtype: torch.dtype) -> str | None:
-    """Why Triton's kernels cannot write a cache of these elements; None if they can."""
-    if dtype == torch.float8_e4m3fn and device.kind == "cuda" and device.capability < (8, 9):
-        return "k_cache is float8_e4m3fn, which a GPU converts to from compute capability 8.9 on"
-    return refuse(device, **({} if dtype in _EIGHT_BITS else {"k_cache": dtype}))
+    """Why Triton's kernels cannot read and write a cache of these elements; None if they can."""
+    reason = refuse(device, **({} if dtype in _EIGHT_BITS else {"k_cache": dtype}))
+    is_old = device.kind == "cuda" and device.capability < (8, 9)
+    if reason is None and is_old and dtype == torch.float8_e4m3fn:
+        return f"k_cache is float8_e4m3fn, which {device.name} cannot convert; e5m2 and int8 run"
+    return reason
 
 
 @triton.jit

@@ -26,30 +26,16 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ....device import DeviceInfo
+from ....shapes import power_of_2
 from ....tiles.hopper.gluon_launcher import GluonLauncher, align, is_described
 from ....tiles.triton.launch import Launcher
 from ..problem import Operands, Problem
 from ..triton import POINTER_TYPES, count_tokens
 from .auxiliary import encode_regions, make_deltas, pad_rows, sum_tiles
 from .columns import column_gradients
-from .constants import (
-    DENSE,
-    NO_BIAS,
-    ONE_HOT_COLUMNS,
-    PIECE,
-    SUM_KEYS,
-    SUM_OFFSETS,
-    TABLE,
-)
+from .constants import DENSE, NO_BIAS, ONE_HOT_COLUMNS, PIECE, SUM_KEYS, SUM_OFFSETS, TABLE
 from .forward_kernel import attend
-from .plan import (
-    Plan,
-    RowsPlan,
-    make_columns_plan,
-    make_plan,
-    make_rows_plan,
-    padded_head_size,
-)
+from .plan import Plan, RowsPlan, make_columns_plan, make_plan, make_rows_plan, padded_head_size
 from .rows import row_gradients
 
 LOG2_E = 1 / math.log(2)
@@ -227,7 +213,7 @@ def make_region_encoder(regions: str, num_tokens: int) -> Launcher:
     """The launcher of ``encode_regions`` for one pointer type of regions."""
     types = {"mask_classes": "*i32", "one_hot": "*fp16:16", "regions": regions}
     types |= {"factor": "fp32", "limit": "i32"}
-    constants = {"NUM_TOKENS": num_tokens, "TILE": 1 << (num_tokens - 1).bit_length()}
+    constants = {"NUM_TOKENS": num_tokens, "TILE": power_of_2(num_tokens)}
     return Launcher(encode_regions, types, constants, num_warps=4)
 
 
@@ -332,7 +318,7 @@ def make_sums_launcher(
 
     ``uses_pdl``: the kernel before it triggers its launch, and writes nothing that it reads.
     """
-    return _make_sums(num_heads, num_tokens, min(32, 1 << (num_chunks - 1).bit_length()), uses_pdl)
+    return _make_sums(num_heads, num_tokens, min(32, power_of_2(num_chunks)), uses_pdl)
 
 
 @functools.lru_cache(maxsize=256)
@@ -344,7 +330,7 @@ def _make_sums(num_heads: int, num_tokens: int, most: int, uses_pdl: bool) -> La
         "NUM_TOKENS": num_tokens,
         "CHUNKS": most,
         "TILE": min(PIECE * SUM_KEYS, _SUM_ELEMENTS // most),
-        "WIDTH": 1 << (num_tokens - 1).bit_length(),
+        "WIDTH": power_of_2(num_tokens),
     }
     return Launcher(sum_tiles, types, constants, num_warps=4, launch_pdl=uses_pdl)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ....device import DeviceInfo
+from ....shapes import power_of_2
 from ..problem import Problem
 from .constants import ONE_HOT_COLUMNS, ONE_TILE_TOKENS, PIECE, Q_STAGES
 
@@ -253,7 +254,7 @@ def padded_head_size(head_size: int) -> int:
         >>> padded_head_size(8), padded_head_size(24)
         (16, 32)
     """
-    return max(16, 1 << (head_size - 1).bit_length())
+    return max(16, power_of_2(head_size))
 
 
 def _choose_chunks(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ....device import DeviceInfo
+from ....shapes import power_of_2
 from ..problem import Problem
 
 _RELOADED, _REGISTERS, _SHARED = 0, 1, 2
@@ -52,7 +53,7 @@ def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
         ((128, 128, 64, 32), ((64, 64), (64, 64), (64, 32)), 29)
     """
     num_tokens, is_wide = problem.num_tokens, problem.dtype == torch.float32
-    tile_m = min(64, max(16, _next_power_of_2(num_tokens)))
+    tile_m = min(64, max(16, power_of_2(num_tokens)))
     tiles: tuple[int, ...] = (tile_m,)
     backward = tiles
     if num_tokens > tile_m:
@@ -108,16 +109,12 @@ def cover(num_tokens: int, width: int) -> tuple[int, ...]:
     """
     tiles, left = [], num_tokens
     while left > 0:
-        tile = min(width, max(16, _next_power_of_2(left)))
+        tile = min(width, max(16, power_of_2(left)))
         if tile > 32 and 4 * (tile - left) > tile:
             tile //= 2
         tiles.append(tile)
         left -= tile
     return tuple(tiles)
-
-
-def _next_power_of_2(number: int) -> int:
-    return int(1 << (number - 1).bit_length())
 
 
 def _chunks(problem: Problem, wanted: int) -> int:
@@ -165,4 +162,4 @@ def _one_tile_stages(problem: Problem, device: DeviceInfo, tile_m: int) -> int:
 
 def _row_bytes(problem: Problem) -> int:
     """Bytes of a token in a tile."""
-    return max(16, _next_power_of_2(problem.head_size)) * problem.dtype.itemsize
+    return max(16, power_of_2(problem.head_size)) * problem.dtype.itemsize
