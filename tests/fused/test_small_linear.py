@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -199,10 +201,15 @@ def test_hopper_names_the_reason_of_each_refusal():
         partial_products(torch.zeros(2, 8), torch.zeros(6, 8), impl="hopper")
 
 
+def ask(predicate, num_rows, num_columns, size, dtype, *device, **options):
+    """Without what was found before."""
+    return predicate.__wrapped__(Problem(num_rows, size, num_columns, dtype, **options), *device)
+
+
 def test_weights_wait_in_registers_where_they_fit_on_hopper(monkeypatch):
     monkeypatch.setattr(plan, "MOST_RESIDENT", 16)
     hopper = DeviceInfo("cuda", 132, capability=(9, 0))
-    asked = is_resident.__wrapped__  # without what was found before
+    asked = partial(ask, is_resident)
     assert asked(1, 4096, 1024, BF16, hopper)
     assert asked(16, 3072, 1024, F16, hopper, is_gated=True)
     assert asked(16, 1024, 3072, BF16, hopper)
@@ -245,13 +252,13 @@ def test_wrong_arguments_are_named():
 
 
 def test_nothing_is_faster_for_many_rows_or_wide_types():
-    assert is_faster(1, 4096, 4096, BF16)
-    assert is_faster(1, 4096, 4096, BF16, has_norm=True)
-    assert not is_faster(4, 4096, 4096, BF16, has_norm=True)
-    assert not is_faster(0, 4096, 4096, BF16)
-    assert not is_faster(256, 4096, 4096, BF16)
-    assert not is_faster(1, 4096, 4096, torch.float64)
-    assert not is_faster(8, 4096, 4096, F32)
+    assert ask(is_faster, 1, 4096, 4096, BF16)
+    assert ask(is_faster, 1, 4096, 4096, BF16, has_norm=True)
+    assert not ask(is_faster, 4, 4096, 4096, BF16, has_norm=True)
+    assert not ask(is_faster, 0, 4096, 4096, BF16)
+    assert not ask(is_faster, 256, 4096, 4096, BF16)
+    assert not ask(is_faster, 1, 4096, 4096, torch.float64)
+    assert not ask(is_faster, 8, 4096, 4096, F32)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
@@ -269,11 +276,11 @@ def test_partial_products_add_up(impl, num_rows, size, dtype, mirror):
 
 
 def test_products_of_few_columns_are_cut_into_parts():
-    assert is_faster_in_parts(8, 1024, 3072, BF16)
-    assert not is_faster_in_parts(4, 1024, 3072, BF16)
-    assert not is_faster_in_parts(128, 1024, 3072, BF16)
-    assert not is_faster_in_parts(8, 1024, 3072, F32)
-    assert not is_faster_in_parts(8, 8192, 3072, BF16)
+    assert ask(is_faster_in_parts, 8, 1024, 3072, BF16)
+    assert not ask(is_faster_in_parts, 4, 1024, 3072, BF16)
+    assert not ask(is_faster_in_parts, 128, 1024, 3072, BF16)
+    assert not ask(is_faster_in_parts, 8, 1024, 3072, F32)
+    assert not ask(is_faster_in_parts, 8, 8192, 3072, BF16)
     for size in (512, 2048, 2560, 3072, 8960):
         found = plan.plan_parts(Problem(8, size, 1024, BF16))
         assert size % (found.parts * found.tile_k) == 0
@@ -336,7 +343,7 @@ def test_partial_products_name_the_reason_of_each_refusal_on_hopper():
 
 def test_dozens_to_hundreds_of_rows_are_multiplied_in_parts_on_hopper():
     hopper = DeviceInfo("cuda", 132, capability=(9, 0))
-    asked = is_faster_in_parts_on_hopper.__wrapped__  # without what was found before
+    asked = partial(ask, is_faster_in_parts_on_hopper)
     for num_rows in (17, 64, 65, 256):
         assert asked(num_rows, 1024, 2048, BF16, hopper)
         assert asked(num_rows, 1024, 3072, F16, hopper)
@@ -395,7 +402,7 @@ def test_a_row_of_a_streamed_product_does_not_depend_on_its_neighbours(first, la
 
 def test_large_weights_stream_on_hopper():
     hopper = DeviceInfo("cuda", 132, capability=(9, 0))
-    asked = is_faster_in_ring.__wrapped__  # without what was found before
+    asked = partial(ask, is_faster_in_ring)
     for num_rows in (2, 8, 16, 64):
         assert asked(num_rows, 6144, 4096, BF16, hopper)
         assert asked(num_rows, 14336, 4096, F16, hopper, is_gated=True)

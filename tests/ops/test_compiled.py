@@ -360,8 +360,7 @@ def test_products_of_few_rows(size, num_columns, activation, num_rows, tmp_path)
     )
     compiled = launcher.compile(HOPPER)
     used = resources(compiled, tmp_path)
-    is_used = small_linear_plan.is_faster(num_rows, num_columns, size, BF16,
-                                          is_gated=bool(activation))  # fmt: skip
+    is_used = small_linear_plan.is_faster(problem)
     assert used["STACK"] <= SLACK or not is_used, (plan, used)
     assert compiled.metadata.shared <= 227 << 10
     assert "griddepcontrol.wait" in compiled.asm["ptx"]
@@ -379,9 +378,9 @@ def draw_norms():
 @pytest.mark.parametrize(("size", "num_columns", "activation", "kind"), [*draw_norms()])
 def test_products_of_few_rows_with_a_norm(size, num_columns, activation, kind, tmp_path):
     for num_rows in (1, 2):
-        if not small_linear_plan.is_faster(num_rows, num_columns, size, BF16, has_norm=True):
-            continue
         problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), has_norm=True)
+        if not small_linear_plan.is_faster(problem):
+            continue
         plan = small_linear_plan.make_plan(problem)
         launcher = small_linear.make_launcher(plan, BF16, num_rows, size, kind, activation)
         ptx = assert_fits(launcher, tmp_path)

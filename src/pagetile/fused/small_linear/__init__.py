@@ -8,8 +8,10 @@ from .plan import (
     is_faster_in_ring,
     is_resident,
 )
+from .problem import Problem
 
 __all__ = [
+    "Problem",
     "is_faster",
     "is_faster_in_parts",
     "is_faster_in_parts_on_hopper",

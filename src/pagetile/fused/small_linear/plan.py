@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...device import DeviceInfo
+from ...shapes import power_of_2
 from .problem import Problem
 
 MOST_FEW = 4
@@ -79,7 +80,7 @@ def _is_few(problem: Problem) -> bool:
 def _plan_few(problem: Problem) -> Plan:
     size = problem.size
     # One tile of whole rows, or many passes of 2048 numbers over rows that it divides.
-    width = 1 << (size - 1).bit_length()
+    width = power_of_2(size)
     if width > 4096 or (size == 4096 and problem.num_rows == 1):
         width = 2048 if size % 2048 == 0 or size > 8192 else 4096
     elements = _FEW_ELEMENTS if width >= size else _FEW_ELEMENTS // 2 * (1 + problem.is_gated)
@@ -113,30 +114,13 @@ def plan_resident(problem: Problem) -> Plan | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_resident(
-    num_rows: int,
-    num_columns: int,
-    size: int,
-    dtype: torch.dtype,
-    device: DeviceInfo,
-    *,
-    is_gated: bool = False,
-) -> bool:
-    """Whether ``hopper`` takes less time than a product and its norm and residual in launches.
-
-    Args:
-        num_rows: Rows of ``x``.
-        num_columns: Numbers of a row of the result.
-        size: Numbers of a row of ``x``.
-        dtype: The type of all of them.
-        device: Where they are.
-        is_gated: Whether the weight has as many rows again, and an activation follows.
-    """
-    if not 0 < num_rows <= MOST_RESIDENT or dtype.itemsize != 2 or size % 8:
-        return False
-    problem = Problem(num_rows, size, num_columns, dtype, is_gated)
+def is_resident(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether ``hopper`` takes less time than a product and its norm and residual in launches."""
     return (
-        _is_hopper(device)
+        0 < problem.num_rows <= MOST_RESIDENT
+        and problem.dtype.itemsize == 2
+        and problem.size % 8 == 0
+        and _is_hopper(device)
         and problem.num_bytes <= _MOST_BYTES_TILES
         and plan_resident(problem) is not None
     )
@@ -211,53 +195,24 @@ def _plan_stream(problem: Problem, tile_n: int, parts: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_faster_in_parts_on_hopper(
-    num_rows: int, num_columns: int, size: int, dtype: torch.dtype, device: DeviceInfo
-) -> bool:
-    """Whether ``partial_products`` by ``hopper_ring`` takes less time than other products.
-
-    Args:
-        num_rows: Rows of ``x``.
-        num_columns: Numbers of a row of the result.
-        size: Numbers of a row of ``x``.
-        dtype: The type of all of them.
-        device: Where they are.
-    """
-    if not _is_hopper(device) or dtype.itemsize != 2:
+def is_faster_in_parts_on_hopper(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether ``partial_products`` by ``hopper_ring`` takes less time than other products."""
+    if not _is_hopper(device) or problem.dtype.itemsize != 2:
         return False
-    problem = Problem(num_rows, size, num_columns, dtype)
     if problem.num_bytes > _MOST_BYTES_TILES:
-        is_taken = -(-num_columns // 64) < _LEAST_PROGRAMS and _is_streamed(problem, device)
+        is_taken = -(-problem.num_columns // 64) < _LEAST_PROGRAMS and _is_streamed(problem, device)
     else:
         is_taken = (
-            MOST_RESIDENT < num_rows <= _MOST_ROWS_HOPPER_PARTS
-            and num_columns < _LEAST_COLUMNS_TILES
+            MOST_RESIDENT < problem.num_rows <= _MOST_ROWS_HOPPER_PARTS
+            and problem.num_columns < _LEAST_COLUMNS_TILES
         )
     return is_taken and plan_hopper_parts(problem).parts > 1
 
 
 @functools.lru_cache(maxsize=4096)
-def is_faster_in_ring(
-    num_rows: int,
-    num_columns: int,
-    size: int,
-    dtype: torch.dtype,
-    device: DeviceInfo,
-    *,
-    is_gated: bool = False,
-) -> bool:
-    """Whether ``hopper_ring`` takes less time than torch's product and the activation after it.
-
-    Args:
-        num_rows: Rows of ``x``.
-        num_columns: Numbers of a row of the result.
-        size: Numbers of a row of ``x``.
-        dtype: The type of all of them.
-        device: Where they are.
-        is_gated: Whether the weight has as many rows again, and an activation follows.
-    """
-    problem = Problem(num_rows, size, num_columns, dtype, is_gated)
-    return -(-num_columns // 64) >= _LEAST_PROGRAMS and _is_streamed(problem, device)
+def is_faster_in_ring(problem: Problem, device: DeviceInfo) -> bool:
+    """Whether ``hopper_ring`` takes less time than torch's product and the activation after it."""
+    return -(-problem.num_columns // 64) >= _LEAST_PROGRAMS and _is_streamed(problem, device)
 
 
 def _is_hopper(device: DeviceInfo) -> bool:
@@ -276,46 +231,26 @@ def _is_streamed(problem: Problem, device: DeviceInfo) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_faster_in_parts(num_rows: int, num_columns: int, size: int, dtype: torch.dtype) -> bool:
-    """Whether ``partial_products`` takes less time than a product that ends in one program.
-
-    Args:
-        num_rows: Rows of ``x``.
-        num_columns: Numbers of a row of the result.
-        size: Numbers of a row of ``x``.
-        dtype: The type of all of them.
-    """
-    if not MOST_FEW < num_rows <= MOST_ROWS or dtype.itemsize != 2 or size % 64:
-        return False
-    num_bytes = num_columns * size * dtype.itemsize
-    is_cut = plan_parts(Problem(num_rows, size, num_columns, dtype)).parts > 1
-    return is_cut and num_columns < _LEAST_COLUMNS_TILES and num_bytes <= _MOST_BYTES_TILES
+def is_faster_in_parts(problem: Problem) -> bool:
+    """Whether ``partial_products`` takes less time than a product that ends in one program."""
+    return (
+        MOST_FEW < problem.num_rows <= MOST_ROWS
+        and problem.dtype.itemsize == 2
+        and problem.size % 64 == 0
+        and problem.num_columns < _LEAST_COLUMNS_TILES
+        and problem.num_bytes <= _MOST_BYTES_TILES
+        and plan_parts(problem).parts > 1
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def is_faster(
-    num_rows: int,
-    num_columns: int,
-    size: int,
-    dtype: torch.dtype,
-    *,
-    is_gated: bool = False,
-    has_norm: bool = False,
-) -> bool:
-    """Whether the kernel here takes less time than torch's product and what goes with it.
-
-    Args:
-        num_rows: Rows of ``x``.
-        num_columns: Numbers of a row of the result.
-        size: Numbers of a row of ``x``.
-        dtype: The type of all of them.
-        is_gated: Whether the weight has as many rows again, and an activation follows.
-        has_norm: Whether a norm comes before the product.
-    """
+def is_faster(problem: Problem) -> bool:
+    """Whether the kernel here takes less time than torch's product and what goes with it."""
+    num_rows, size, num_columns, dtype = problem[:4]
     if not 0 < num_rows <= MOST_ROWS or dtype == torch.float64 or size * dtype.itemsize % 16:
         return False
-    num_bytes = (1 + is_gated) * num_columns * size * dtype.itemsize
-    if has_norm:
+    num_bytes = problem.num_bytes
+    if problem.has_norm:
         most = 2 if num_bytes <= _MOST_BYTES_FEW else 1
         return num_rows <= most and size <= _WIDEST_NORM
     if num_rows == 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...device import DeviceInfo
-from ...fused.small_linear import is_faster, is_faster_in_ring, small_linear
+from ...fused.small_linear import Problem, is_faster, is_faster_in_ring, small_linear
 from ...fused.take_rows import take_rows
 from ..fused import own_forward
 from .layer import Link
@@ -56,11 +56,12 @@ def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
     """Return the implementation of ``small_linear`` to run; ``""``: torch's product is faster."""
     if x.dtype != weight.dtype or not weight.is_contiguous():
         return ""
-    shape = x.numel() // max(1, x.shape[-1]), *weight.shape, x.dtype
+    rows, size = weight.shape
+    problem = Problem(x.numel() // max(1, x.shape[-1]), size, rows, x.dtype)
     is_aligned = weight.data_ptr() % 16 == 0
-    if impl == "triton" and is_aligned and is_faster_in_ring(*shape, DeviceInfo.of(x.device)):
+    if impl == "triton" and is_aligned and is_faster_in_ring(problem, DeviceInfo.of(x.device)):
         return "hopper_ring"
-    return impl if is_faster(*shape) else ""
+    return impl if is_faster(problem) else ""
 
 
 def table_of_tokens(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:

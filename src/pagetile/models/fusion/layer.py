@@ -22,6 +22,7 @@ from ...fused.gated_activation import gated_activation
 from ...fused.rms_norm import Norm, rms_norm
 from ...fused.rotary_write import rotate_and_write
 from ...fused.small_linear import (
+    Problem,
     is_faster,
     is_faster_in_parts,
     is_faster_in_parts_on_hopper,
@@ -189,26 +190,26 @@ class FusedLayer:
         self, x: Tensor, product: Product, activation: str = "", *, has_norm: bool = False
     ) -> str:
         """Return the implementation of ``small_linear``; ``""``: torch's product is faster."""
-        rows, size = product.weight.shape
-        shape = rows // (2 if activation else 1), size
-        is_gated, device = bool(activation), DeviceInfo.of(x.device)
-        if is_resident(len(x), *shape, x.dtype, device, is_gated=is_gated):
+        (rows, size), is_gated = product.weight.shape, bool(activation)
+        problem = Problem(len(x), size, rows // (1 + is_gated), x.dtype, is_gated, has_norm)
+        device = DeviceInfo.of(x.device)
+        if is_resident(problem, device):
             return "hopper"
         is_plain = not has_norm and product.weight.data_ptr() % 16 == 0
-        if is_plain and is_faster_in_ring(len(x), *shape, x.dtype, device, is_gated=is_gated):
+        if is_plain and is_faster_in_ring(problem, device):
             return "hopper_ring"
-        is_taken = is_faster(len(x), *shape, x.dtype, is_gated=is_gated, has_norm=has_norm)
-        return self.impl if is_taken else ""
+        return self.impl if is_faster(problem) else ""
 
     def _choose_for_parts(self, x: Tensor, product: Product) -> str:
         """Return the implementation of ``partial_products``; ``""``: one product is faster."""
         if product.bias is not None:
             return ""
-        shape = (len(x), *product.weight.shape, x.dtype)
+        rows, size = product.weight.shape
+        problem = Problem(len(x), size, rows, x.dtype)
         is_aligned = product.weight.data_ptr() % 16 == 0
-        if is_aligned and is_faster_in_parts_on_hopper(*shape, DeviceInfo.of(x.device)):
+        if is_aligned and is_faster_in_parts_on_hopper(problem, DeviceInfo.of(x.device)):
             return "hopper_ring"
-        return self.impl if is_faster_in_parts(*shape) else ""
+        return self.impl if is_faster_in_parts(problem) else ""
 
     def _takes_norm(self, x: Tensor, product: Product, activation: str = "") -> bool:
         """Return whether a product computes the norm before it."""
