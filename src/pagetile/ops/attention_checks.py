@@ -88,14 +88,24 @@ def as_number(name: str, value: Any) -> float:
     raise DTypeError(f"{name} is {given}, expected a number")
 
 
-def refuse_learned_scale(softmax_scale: Any) -> None:
-    """Raise UnsupportedError for a scale that requires a gradient: none is computed."""
+def settle_scale(softmax_scale: Any, default: float) -> float:
+    """Return the scale as a float, ``default`` for None.
+
+    Raises:
+        UnsupportedError: It requires a gradient: none is computed.
+        DTypeError: It is not a number.
+        ShapeError: It is not finite.
+    """
     is_tensor = isinstance(softmax_scale, Tensor)
     if is_tensor and softmax_scale.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             "softmax_scale requires a gradient, which is not computed: give "
             "q * softmax_scale for q, and 1.0 for softmax_scale"
         )
+    scale = as_number("softmax_scale", default if softmax_scale is None else softmax_scale)
+    if not torch.compiler.is_compiling() and not math.isfinite(scale):
+        raise ShapeError(f"softmax_scale is {scale}, expected a finite number, or None")
+    return scale
 
 
 def default_scale(q: Tensor) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
-from ..attention_checks import as_number, default_scale, refuse_learned_scale, whole_window
+from ..attention_checks import default_scale, settle_scale, whole_window
 from ..dispatch import explain
 from ..eager import autocast_type
 from .block_mask import BlockMask
@@ -188,7 +187,8 @@ def _normalize(
     if dtype is not None:
         q, k, v = (t.to(dtype) if t.dtype != torch.float64 else t for t in (q, k, v))
     window = whole_window(sliding_window)
-    options = Options(_scale(softmax_scale, q), sliding_window=window, **others)
+    scale = settle_scale(softmax_scale, default_scale(q))
+    options = Options(scale, sliding_window=window, **others)
     return q, k, v, _share_starts(lengths), options
 
 
@@ -237,13 +237,3 @@ def _share_starts(lengths: Lengths) -> Lengths:
         return lengths
     longest = lengths.max_query_len if lengths.max_seq_len is None else lengths.max_seq_len
     return Lengths(lengths.cu_seqlens_q, lengths.cu_seqlens_q, lengths.max_query_len, longest)
-
-
-def _scale(softmax_scale: float | None, q: Tensor) -> float:
-    refuse_learned_scale(softmax_scale)
-    if softmax_scale is None:
-        return default_scale(q)
-    scale = as_number("softmax_scale", softmax_scale)
-    if not torch.compiler.is_compiling() and not math.isfinite(scale):
-        raise ShapeError(f"softmax_scale is {scale}, expected a finite number, or None")
-    return scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -22,7 +21,7 @@ from ...shapes import (
     guard,
 )
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import as_number, default_scale, refuse_learned_scale
+from ..attention_checks import default_scale, settle_scale
 from ..dispatch import choose
 from ..eager import (
     PLAIN_TYPES,
@@ -88,8 +87,7 @@ def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) 
     given_q, given_k, dtype = q, k, autocast_type(q)
     if dtype is not None:
         q, k = (x.to(dtype) if x.dtype != torch.float64 else x for x in (q, k))
-    refuse_learned_scale(softmax_scale)
-    scale = as_number("softmax_scale", default_scale(q) if softmax_scale is None else softmax_scale)
+    scale = settle_scale(softmax_scale, default_scale(q))
     has_gradient = needs_gradient(q, k)
     if impl == "auto" and has_dispatch_observers(q, k):
         # The reference consists of torch operations, which every observer can record.
@@ -149,6 +147,4 @@ def _validate(
     check_contiguous_rows(q=q, k=k)
     if sizes["head_size"] == 0:
         raise ShapeError("q has head_size=0, expected at least 1")
-    if not math.isfinite(softmax_scale):
-        raise ShapeError(f"softmax_scale is {softmax_scale}, expected a finite number, or None")
     return Problem(**sizes, dtype=q.dtype, needs_gradient=has_gradient)

@@ -12,7 +12,7 @@ from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
-from ..attention_checks import as_number, default_scale, refuse_learned_scale
+from ..attention_checks import as_number, default_scale, settle_scale
 from ..dispatch import explain
 from ..eager import autocast_type
 from . import operator
@@ -155,16 +155,10 @@ def _operands(
     dtype = autocast_type(q)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    refuse_learned_scale(softmax_scale)
-    if softmax_scale is None:
-        softmax_scale = default_scale(q) if logit_scale is None else 1.0
-    softmax_scale = as_number("softmax_scale", softmax_scale)
+    scale = settle_scale(softmax_scale, default_scale(q) if logit_scale is None else 1.0)
     mask_value = as_number("mask_value", mask_value)
-    if not torch.compiler.is_compiling():
-        if not math.isfinite(softmax_scale):
-            raise ShapeError(f"softmax_scale is {softmax_scale}, expected a finite number, or None")
-        if math.isnan(mask_value):
-            raise ShapeError("mask_value is nan, expected a number: -100.0 in every Swin")
+    if not torch.compiler.is_compiling() and math.isnan(mask_value):
+        raise ShapeError("mask_value is nan, expected a number: -100.0 in every Swin")
     qk_norm_eps = as_number("qk_norm_eps", qk_norm_eps)
     if not 0 < qk_norm_eps < math.inf:
         raise ShapeError(f"qk_norm_eps is {qk_norm_eps}, expected a finite number more than 0")
@@ -179,5 +173,5 @@ def _operands(
         bias = bias[None]
     return Operands(
         q, k, v, bias_table, rel_offsets, bias, regions, mask, logit_scale,
-        mask_value, softmax_scale, qk_norm_eps,
+        mask_value, scale, qk_norm_eps,
     )  # fmt: skip
