@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError, UnsupportedError
-from .options import Element, flag, option, parse_grid, show_help
+from .options import Causal, Element, SlidingWindow, flag, option, parse_grid, show_help
 from .output import aligned, make_table, wide_console
 
 if TYPE_CHECKING:
@@ -65,11 +65,8 @@ def attention(
         option(None, "N", "Heads of keys and values; without it, as many as of queries."),
     ] = None,
     head_size: HeadSize = 64,
-    causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
-    sliding_window: Annotated[
-        int | None,
-        option(None, "N", "See no key before the last N, the query's own included."),
-    ] = None,
+    causal: Causal = False,
+    sliding_window: SlidingWindow = None,
     dtype: Element = "float32",
     device: Device = None,
     iterations: Iterations = 100,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError
-from .options import Element, flag, option, parse_grid, parse_sizes, show_help
+from .options import Causal, Element, SlidingWindow, option, parse_grid, parse_sizes, show_help
 from .output import aligned, make_table
 
 if TYPE_CHECKING:
@@ -107,11 +107,8 @@ def tiles(
         ),
     ] = None,
     tile: Annotated[str, option(None, "M,N", "Queries and keys in a tile.")] = "64,64",
-    causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
-    sliding_window: Annotated[
-        int | None,
-        option(None, "N", "See no key before the last N, the query's own included."),
-    ] = None,
+    causal: Causal = False,
+    sliding_window: SlidingWindow = None,
     query_tile: Annotated[
         int | None,
         option(None, "I", "Index of the query tile to highlight. Without it, the middle one."),
@@ -139,7 +136,7 @@ def io(
     ] = "48,64,128,256",
     tile_n: Annotated[int, option(None, "N", "Keys in a K/V tile.")] = 64,
     lengths: Annotated[str, option(None, "A,B", "Shortest and longest sequence.")] = "64,16384",
-    causal: Annotated[bool, flag(None, "--causal", "See no later key.")] = False,
+    causal: Causal = False,
     dtype: Element = "bfloat16",
     v_head_size: Annotated[
         int | None, option(None, "N", "Width of a head of values, if it differs.", min=1)
@@ -323,11 +320,11 @@ def _byte_rows(shape: WindowShape) -> dict[str, str]:
 def _find_machine(name: str) -> Machine:
     from ..analysis.roofline import machine, machine_names
 
-    if name != "here":
-        if name not in machine_names():
-            known = ", ".join(("here", *machine_names()))
-            raise RequestError(f"--machine {name}: expected one of {known}")
+    if name in machine_names():
         return machine(name)
+    if name != "here":
+        known = ", ".join(("here", *machine_names()))
+        raise RequestError(f"--machine {name}: expected one of {known}")
     import torch
 
     from ..analysis.measure import measure_machine

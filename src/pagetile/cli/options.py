@@ -94,14 +94,16 @@ CacheDtype = Annotated[
 Device = Annotated[
     str | None,
     option(
-        MODEL,
-        "NAME",
-        "Where to run: cpu, cuda, cuda:1. Without it on a GPU, if PyTorch finds one.",
+        MODEL, "NAME", "Where to run: cpu, cuda, cuda:1. Without it on a GPU, if PyTorch finds one."
     ),
 ]
 Element = Annotated[
     Literal["float32", "float16", "bfloat16"],
     option(None, "TYPE", "float32, float16 or bfloat16.", "--dtype"),
+]
+Causal = Annotated[bool, flag(None, "--causal", "See no later key.")]
+SlidingWindow = Annotated[
+    int | None, option(None, "N", "See no key before the last N, the query's own included.")
 ]
 BlockSize = Annotated[int, option(MODEL, "N", "Tokens per cache block, 1 to 256.")]
 NumBlocks = Annotated[

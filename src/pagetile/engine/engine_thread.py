@@ -29,8 +29,6 @@ class StepReport:
     seconds: float
     num_tokens: int
     """Tokens that were sampled."""
-    num_running: int
-    num_waiting: int
     intervals: Mapping[float, int]
     """Times between tokens in seconds, and the number of requests for each."""
 
@@ -120,14 +118,7 @@ class EngineThread:
         if deltas:
             self._publish(deltas, end)
         if self.observers:
-            scheduler = self._engine.scheduler
-            report = StepReport(
-                end - start,
-                len(deltas),
-                len(scheduler.running),
-                len(scheduler.waiting),
-                self._intervals,
-            )
+            report = StepReport(end - start, len(deltas), self._intervals)
             for observer in self.observers:
                 observer(report)
 
