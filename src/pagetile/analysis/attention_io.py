@@ -138,10 +138,7 @@ def tiled(
 
 
 def standard(
-    shape: AttentionShape,
-    *,
-    extra_passes: Sequence[str] = (),
-    score_bytes: int | None = None,
+    shape: AttentionShape, *, extra_passes: Sequence[str] = (), score_bytes: int | None = None
 ) -> Traffic:
     """Three kernels, the scores of all pairs in memory between them.
 

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import RequestError
-from .attention_io import (
-    AttentionShape,
-    compulsory,
-    longest_resident,
-    standard,
-    tile_bytes,
-    tiled,
-)
+from .attention_io import AttentionShape, compulsory, longest_resident, standard, tile_bytes, tiled
 
 PER_OCTAVE = 12  # points of a curve
 MOST_CURVES = 7  # as many as have colours of their own
@@ -164,11 +157,7 @@ def _lengths(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def _worse_from(
-    count: Callable[[int], int],
-    base: Callable[[int], int],
-    tile: int,
-    shortest: int,
-    longest: int,
+    count: Callable[[int], int], base: Callable[[int], int], tile: int, shortest: int, longest: int
 ) -> int | None:
     """Look down from the longest, one number of tiles that stay after the other.
 

@@ -78,10 +78,7 @@ class PageMap:
 
     @classmethod
     def of(
-        cls,
-        pool: BlockPool,
-        tables: Mapping[str, BlockTable],
-        index: PrefixIndex | None = None,
+        cls, pool: BlockPool, tables: Mapping[str, BlockTable], index: PrefixIndex | None = None
     ) -> PageMap:
         """What ``pool`` looks like now, the tables under the names to show."""
         held = (HeldBlocks(name, t.num_tokens, tuple(t.blocks)) for name, t in tables.items())

@@ -42,11 +42,7 @@ class Result:
 
 
 def compare(
-    contest: Contest,
-    *,
-    iterations: int,
-    warmup: int,
-    tick: Callable[[], object] = lambda: None,
+    contest: Contest, *, iterations: int, warmup: int, tick: Callable[[], object] = lambda: None
 ) -> list[Result]:
     """Run every contestant once for its error, then time them in turns.
 

@@ -8,14 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RequestError
-from .options import (
-    BlockSize,
-    CacheDtype,
-    Dtype,
-    MaxModelLen,
-    Model,
-    option,
-)
+from .options import BlockSize, CacheDtype, Dtype, MaxModelLen, Model, option
 from .output import aligned, make_table
 
 if TYPE_CHECKING:

@@ -140,10 +140,7 @@ def _lay_out(paged: PagedModel, sequences: tuple[Tensor, Tensor]) -> Tensor:
     width = -(-max(len(s) for s in sequences) // _BLOCK_SIZE)
     num_blocks = 2 * width + 1
     cache = KVCache(
-        paged.layers,
-        BlockPool(num_blocks, _BLOCK_SIZE),
-        dtype=paged.dtype,
-        device=paged.device,
+        paged.layers, BlockPool(num_blocks, _BLOCK_SIZE), dtype=paged.dtype, device=paged.device
     )
     for blocks in (*cache.k, *cache.v):
         blocks.fill_(torch.nan)

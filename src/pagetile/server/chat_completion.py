@@ -28,15 +28,7 @@ from .schemas.chat import ChatRequest, NamedTool
 from .state import Server, server_of
 from .streaming import Write
 from .templates import NO_TOOLS
-from .tool_parsers import (
-    Call,
-    ForcedCalls,
-    NamedCall,
-    Parsed,
-    TextOnly,
-    ToolParser,
-    choose_parser,
-)
+from .tool_parsers import Call, ForcedCalls, NamedCall, Parsed, TextOnly, ToolParser, choose_parser
 
 
 @dataclass

@@ -64,11 +64,7 @@ def chat_logprobs(
 
 def _entry(words: TokenText, token_id: int, logprob: float) -> dict[str, Any]:
     data = words.bytes(token_id)
-    return {
-        "token": words.text(token_id),
-        "logprob": _finite(logprob),
-        "bytes": list(data),
-    }
+    return {"token": words.text(token_id), "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def prompt_logprobs(

@@ -158,11 +158,7 @@ class EventStream(Response):
 
     async def _start(self, send: Send, write: Write) -> None:
         await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         if self._on_start is not None and write is not _cannot_write:
             self._on_start(write)

@@ -14,13 +14,7 @@ The cache is x-packed, as in vLLM's documents, and is read as it lies::
 """
 
 from .attention import paged_attention_v1, paged_attention_v2
-from .cache import (
-    convert_fp8,
-    copy_blocks,
-    reshape_and_cache,
-    reshape_and_cache_flash,
-    swap_blocks,
-)
+from .cache import convert_fp8, copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks
 from .layout import pack_cache, unpack_cache
 
 __all__ = [

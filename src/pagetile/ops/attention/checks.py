@@ -10,12 +10,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, is_debugging
 from ...tiles.types import ALL_FLOATS
-from ..attention_checks import (
-    check_flag,
-    check_heads,
-    check_options,
-    is_size,
-)
+from ..attention_checks import check_flag, check_heads, check_options, is_size
 from .block_mask import BlockMask
 from .problem import Lengths, Options, Problem
 

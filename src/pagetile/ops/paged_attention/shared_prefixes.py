@@ -59,10 +59,7 @@ def _most_tokens(problem: Problem, shared: SharedPrefixes) -> int:
 
 
 def run(
-    problem: Problem,
-    attend: Callable[[Arguments], AttentionOutput],
-    call: Arguments,
-    impl: str,
+    problem: Problem, attend: Callable[[Arguments], AttentionOutput], call: Arguments, impl: str
 ) -> AttentionOutput:
     """Compute a call in two passes.
 

@@ -17,9 +17,7 @@ _MOST_ROWS = 2**31 - 1  # of a table that int32 offsets can index
 
 
 def rel_offsets(
-    window: Sequence[int],
-    table_window: Sequence[int] | None = None,
-    num_tokens: int | None = None,
+    window: Sequence[int], table_window: Sequence[int] | None = None, num_tokens: int | None = None
 ) -> Tensor:
     """Return a number for each token; their differences index a table of relative-position biases.
 

@@ -125,12 +125,7 @@ class GenerationFields(Body):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling_params(
-        self,
-        config: ServerConfig,
-        *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        **more: Any,
+        self, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> SamplingParams:
         """Return the engine's parameters; missing fields take the checkpoint's defaults.
 

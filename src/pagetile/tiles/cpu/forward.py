@@ -41,25 +41,8 @@ from .arrays import flat
 from .block_mask import mask_fields, sees_keys
 from .compile import allocating, entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
-from .online_softmax import (
-    TILE_N,
-    State,
-    exp2_scalar,
-    make_state,
-    merge_states,
-    start_state,
-)
-from .simd import (
-    LN_2,
-    LOG2_E,
-    load,
-    load_half,
-    mul,
-    splat,
-    store,
-    store_half,
-    take_number,
-)
+from .online_softmax import TILE_N, State, exp2_scalar, make_state, merge_states, start_state
+from .simd import LN_2, LOG2_E, load, load_half, mul, splat, store, store_half, take_number
 from .threads import on_team, run_together
 
 _ALL = 1 << 62

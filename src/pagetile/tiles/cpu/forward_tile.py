@@ -17,15 +17,7 @@ from .block_mask import hidden_end, repeat_visible
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .microkernels import mix_tile, score_tile
-from .online_softmax import (
-    TILE_N,
-    cap_row,
-    mask_row,
-    multiply_row,
-    scale_row,
-    tilt_row,
-    weigh_row,
-)
+from .online_softmax import TILE_N, cap_row, mask_row, multiply_row, scale_row, tilt_row, weigh_row
 from .plan import HEADS_BY_KEY
 from .products import score_turned
 from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed

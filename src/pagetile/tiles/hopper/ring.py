@@ -84,10 +84,7 @@ class PipelineBarriers:
 
 @gluon.jit
 def make_barriers(
-    STREAMS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRODUCERS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    STREAMS: gl.constexpr, STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr
 ):
     """Barriers of slots that are all empty."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -12,14 +12,7 @@ from monai.networks.nets import swin_unetr
 from torch import Tensor, nn
 
 from ....ops.window_attention import shift_regions
-from ..attend import (
-    WholeMap,
-    attend_map,
-    attend_packed,
-    has_hooks,
-    must_fall_back,
-    offsets,
-)
+from ..attend import WholeMap, attend_map, attend_packed, has_hooks, must_fall_back, offsets
 from ..masks import dense_mask
 from ..proof import windows
 from ..report import heads, times

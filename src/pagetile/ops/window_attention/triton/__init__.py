@@ -22,11 +22,7 @@ from .plan import Plan, make_plan
 
 _MOST_TOKENS, _WIDEST = 1024, 128
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-POINTER_TYPES = {
-    **POINTERS,
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-}
+POINTER_TYPES = {**POINTERS, torch.uint8: "*u8", torch.int16: "*i16"}
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
