@@ -1,4 +1,5 @@
-"""Fused kernels that models and Swin networks run through; private, no public operations.
+"""Fused kernels of the models that the engine drives and of Swin networks; no public functions.
 
-Each folder is built like one in ``ops``: ``api``, ``problem``, ``reference`` and a Triton kernel.
+Each folder is built like one in ``ops``: ``api``, ``reference`` and a Triton kernel, and a
+``problem`` where ``rows`` does not describe its calls.
 """

@@ -1,7 +1,4 @@
-"""A residual addition with the norm of what is added and the norm of the sum in one launch.
-
-For the models that the engine drives (``models``), and not a public function of pagetile.
-"""
+"""A residual addition with the norm of what is added and the norm of the sum in one launch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SwiGLU, GeGLU and their like: ``activation(gate) * up`` of one product's two halves.
-
-For the models that the engine drives (``models``), and not a public function of pagetile.
-"""
+"""SwiGLU, GeGLU and their like: ``activation(gate) * up`` of one product's two halves."""
 
 from __future__ import annotations
 

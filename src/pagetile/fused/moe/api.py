@@ -1,6 +1,5 @@
 """The experts that a router chose for each token: a fixed number of launches, and no wait.
 
-For the models that the engine drives (``models/experts``), and not a public function of pagetile.
 Transformers' own loop over the experts asks the device which of them were chosen, and its grouped
 product does in float32, so that a CUDA graph cannot record them.
 """

@@ -1,7 +1,4 @@
-"""RMS norm, as Transformers' models compute it: eight small launches there, one here.
-
-For the models that the engine drives (``models/fused``), and not a public function of pagetile.
-"""
+"""RMS norm, as Transformers' models compute it: eight small launches there, one here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rotary position embedding, as Transformers' models apply it: ten launches there, one here.
-
-For the models that the engine drives (``models/fused``), and not a public function of pagetile.
-"""
+"""Rotary position embedding, as Transformers' models apply it: ten launches there, one here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Head norms, rotary embedding and cache write of a merged projection in one launch.
-
-For the models that the engine drives (``models``), and not a public function of pagetile.
-"""
+"""Head norms, rotary embedding and cache write of a merged projection in one launch."""
 
 from __future__ import annotations
 

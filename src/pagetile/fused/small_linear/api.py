@@ -1,7 +1,4 @@
-"""A linear layer of few rows, with the norm before it and what follows it in the same launch.
-
-For the models that the engine drives (``models``), and not a public function of pagetile.
-"""
+"""A linear layer of few rows, with the norm before it and what follows it in the same launch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of a table by their numbers, in one launch that begins early.
-
-For the models that the engine drives (``models``), and not a public function of pagetile.
-"""
+"""Rows of a table by their numbers, in one launch that begins early."""
 
 from __future__ import annotations
 
