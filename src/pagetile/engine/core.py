@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import EngineDeadError, RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
@@ -55,6 +55,7 @@ class Engine:
     Attributes:
         token_text: Text and bytes of single tokens.
         decode_token: Returns the text of a token id; ``None`` without a tokenizer.
+        death: Why no step can be computed any more: the device is lost. ``None`` before.
         on_step: Called in every step after its blocks were taken and before it is computed, to
             observe the pool.
     """
@@ -127,17 +128,12 @@ class Engine:
         self._next_id = self._num_grammars = 0
         self._seeds = random.Random(seed)
         self.on_step: Callable[[], None] | None = None
+        self.death: Exception | None = None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
         return self.scheduler.has_work or bool(self._in_flight or self._to_score or self._deltas)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens of the sequences that wait for their first step, or for one after preemption."""
-        waiting = (*self.scheduler.waiting, *self._to_score)
-        return sum(len(sequence.token_ids) for sequence in waiting)
 
     @property
     def counts(self) -> CacheCounts:
@@ -198,7 +194,9 @@ class Engine:
 
         Raises:
             RequestError: It can never be served, or ``request_id`` is in use. Nothing has changed.
+            EngineDeadError: The device is lost.
         """
+        self._require_device()
         if params is None:
             params = SamplingParams()
         if token_ids is None:
@@ -206,8 +204,10 @@ class Engine:
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r}: expected a string, or None")
         if request_id is None:
+            while self._next_id in self._requests:  # a caller may have numbered others
+                self._next_id += 1
             request_id, self._next_id = self._next_id, self._next_id + 1
-        if request_id in self._requests:
+        elif request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use: take its output first")
         if make_grammar is None and params.structured_outputs is not None:
             make_grammar = self._structured_outputs.compile(params.structured_outputs)
@@ -242,15 +242,19 @@ class Engine:
                     self._to_score.remove(sequence)
                 self.scheduler.finish(sequence, "abort")
                 detokenize_rest(sequence)
-        self._drain_idle()
+        try:
+            self._drain_idle()
+        except Exception:  # of steps whose sequences have all ended
+            self._forget_in_flight()
 
     def step(self) -> list[Delta]:
         """Launch a step, and return the deltas of the oldest step in flight.
 
         An error of the model or the sampler leaves the requests as they were: tokens that were not
         returned are computed again, and the next step may be tried at once. A sequence whose
-        tokens cannot be turned into text fails alone.
+        tokens cannot be turned into text fails alone. A lost device raises EngineDeadError.
         """
+        self._require_device()
         try:
             admits = not self._to_score or self._score_next()
             while len(self._in_flight) < self._most_in_flight and self._launch(admits):
@@ -261,10 +265,8 @@ class Engine:
             deltas, self._deltas = self._deltas, []
             return deltas
         except BaseException:
-            # Drop the steps in flight: their tokens are sampled again.
-            self._runner.wait()
-            self._in_flight.clear()
-            self.scheduler.restart()
+            self._forget_in_flight()
+            self._require_device()
             raise
 
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
@@ -394,6 +396,22 @@ class Engine:
         self.scheduler.chunks.record(seconds, num_decode, num_prompt)
         self._last_read = now
 
+    def _forget_in_flight(self) -> None:
+        """Wait for the steps in flight and drop them: their tokens are sampled again."""
+        try:
+            self._runner.wait()
+        except Exception as error:
+            self.death = error
+        finally:
+            self._in_flight.clear()
+            self.scheduler.restart()
+
+    def _require_device(self) -> None:
+        if self.death is not None:
+            raise EngineDeadError(
+                f"the engine has stopped, its device is lost: {self.death}: start another process"
+            ) from self.death
+
     def _drain_idle(self) -> None:
         """Complete steps in flight whose sequences have all ended."""
         while self._in_flight and not self.scheduler.has_work:
@@ -406,9 +424,7 @@ class Engine:
 
     def _new_sequence(self, request: Request, token_ids: list[int]) -> Sequence:
         params, num_prompt = request.params, len(request.prompt_token_ids)
-        longest = self.max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, num_prompt + params.max_tokens)
+        longest = min(self.max_model_len, num_prompt + (params.max_tokens or self.max_model_len))
         ends = () if params.ignore_eos else self.model.eos_token_ids
         sequence = Sequence(
             request,

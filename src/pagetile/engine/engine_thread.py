@@ -88,7 +88,7 @@ class EngineThread:
         try:
             while not self._is_closed:
                 self._call_commands(wait=not self._engine.has_unfinished)
-                if self._engine.has_unfinished:
+                if self._engine.has_unfinished or self._engine.death is not None:
                     self._step()
         except BaseException as error:
             self._die(error)
@@ -160,8 +160,7 @@ class EngineThread:
             mailbox.post(batch)
 
     def _admit(self, stream: RequestStream, cache_salt: str | None) -> None:
-        if stream.is_closed:
-            return
+        # One that is closed by now is admitted, too: its abort comes next, and answers who waits.
         if self._has_ended:
             self._report_end(stream)
             return
@@ -192,6 +191,8 @@ class EngineThread:
 
     def _fail_step(self, error: Exception) -> None:
         """Fail only the requests of a step that raised."""
+        if self._engine.death is not None:
+            raise self._engine.death
         if type(error).__name__ == "AcceleratorError" or any(w in str(error) for w in _DEVICE_LOST):
             raise error  # the device is lost: _serve ends
         # If nothing was running, the requests that the step would have started are to blame.

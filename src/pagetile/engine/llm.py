@@ -115,26 +115,15 @@ class LLM:
         # Reentrant, so that a nested call gets an error and does not deadlock.
         self._lock = threading.RLock()
         self.engine, self._default_params = load_engine(
-            model,
-            tokenizer=tokenizer,
-            device=device,
-            dtype=dtype,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_fraction=memory_fraction,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            kv_cache_dtype=kv_cache_dtype,
-            enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager,
-            async_scheduling=async_scheduling,
-            speculative=speculative,
-            num_speculative_tokens=num_speculative_tokens,
-            generation_config=generation_config,
-            seed=seed,
-            use_tqdm=use_tqdm,
-        )
+            model, tokenizer=tokenizer, device=device, dtype=dtype,
+            block_size=block_size, num_blocks=num_blocks, memory_fraction=memory_fraction,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype,
+            enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling, speculative=speculative,
+            num_speculative_tokens=num_speculative_tokens, generation_config=generation_config,
+            seed=seed, use_tqdm=use_tqdm,
+        )  # fmt: skip
 
     def generate(
         self,
@@ -158,15 +147,13 @@ class LLM:
                 are running: a stream is open. Nothing has been started then.
         """
         with self._lock:
-            requests = self._validate(prompts, sampling_params)
-            request_ids = [self.engine.add_request(**request) for request in requests]
+            requests, request_ids = self._validate(prompts, sampling_params), list[Hashable]()
             try:
-                self._run(len(request_ids), use_tqdm)
+                for request in requests:
+                    request_ids.append(self.engine.add_request(**request))
+                self._run(requests, use_tqdm)
             finally:
-                # After an interrupt, leave no request behind for the next call to run.
-                for request_id in request_ids:
-                    self.engine.abort(request_id)
-                outputs = [self.engine.take_output(request_id) for request_id in request_ids]
+                outputs = self._take_outputs(request_ids)
             return outputs
 
     def chat(
@@ -258,13 +245,12 @@ class LLM:
             self.engine.reset_prefix_cache()
 
     def _stream(self, requests: list[dict[str, Any]]) -> Iterator[Delta]:
-        with self._lock:
-            self._check_idle()
-            positions = {
-                self.engine.add_request(**request, stream=True): position
-                for position, request in enumerate(requests)
-            }
+        positions: dict[Hashable, int] = {}
         try:
+            with self._lock:
+                self._check_idle()
+                for position, request in enumerate(requests):
+                    positions[self.engine.add_request(**request, stream=True)] = position
             # When all are done, other calls may start before the last delta is consumed.
             while deltas := self._step(positions):
                 for delta in deltas:
@@ -272,9 +258,13 @@ class LLM:
                     yield delta
         finally:
             with self._lock:
-                for request_id in positions:
-                    self.engine.abort(request_id)
-                    self.engine.take_output(request_id)
+                self._take_outputs(positions)
+
+    def _take_outputs(self, request_ids: Collection[Hashable]) -> list[RequestOutput]:
+        """Abort what still runs, so that no request is left for the next call to run."""
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+        return [self.engine.take_output(request_id) for request_id in request_ids]
 
     def _step(self, request_ids: Collection[Hashable]) -> list[Delta]:
         """The next deltas of these requests; none when they are done."""
@@ -285,22 +275,20 @@ class LLM:
                     return deltas
         return []
 
-    def _run(self, num_requests: int, use_tqdm: bool) -> None:
+    def _run(self, requests: list[dict[str, Any]], use_tqdm: bool) -> None:
         from tqdm import tqdm
 
-        start, num_input, num_output = time.perf_counter(), self.engine.num_waiting_tokens, 0
-        with tqdm(total=num_requests, desc="Generating", unit="req", disable=not use_tqdm) as bar:
+        start, num_output = time.perf_counter(), 0
+        num_input = sum(len(request["token_ids"]) for request in requests)
+        with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while self.engine.has_unfinished:
                 deltas = self.engine.step()
                 num_output += len(deltas)
                 if not use_tqdm:
                     continue
                 seconds = time.perf_counter() - start
-                bar.set_postfix_str(
-                    f"input {num_input / seconds:.0f} tok/s, "
-                    f"output {num_output / seconds:.0f} tok/s",
-                    refresh=False,
-                )
+                rates = num_input / seconds, num_output / seconds
+                bar.set_postfix_str("input {:.0f} tok/s, output {:.0f} tok/s".format(*rates), False)
                 done = {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 bar.update(sum(self.engine.is_finished(request_id) for request_id in done))
 

@@ -149,16 +149,13 @@ class Sampler:
             ints[at], floats[at] = encode_row(input_, features[at], self.vocab_size)
             if features[at] & Feature.WORDS:
                 self._masks.start(row, input_)
-        arrays: list[npt.NDArray[Any]] = [
-            np.array(rows, np.int64),
-            ints.astype(np.uint32).view(np.int32),
-            floats,
-            self._tables.load(rows, inputs, features),
-        ]
+        addresses = self._tables.load(rows, inputs, features)
+        numbers = ints.astype(np.uint32).view(np.int32), floats, addresses
+        arrays: list[npt.NDArray[Any]] = [np.array(rows, np.int64), *numbers]
         packed = pack(arrays, self.device).to(self.device, non_blocking=True)
         where, *new = unpack(packed, arrays)
-        for numbers, own in zip((self.ints, self.floats, self.addresses), new, strict=True):
-            numbers[where] = own
+        for own, sent in zip((self.ints, self.floats, self.addresses), new, strict=True):
+            own[where] = sent
 
     def needs_torch(self, host_rows: Sequence[int]) -> bool:
         """Return whether any of the rows uses a feature that the kernels lack."""

@@ -146,8 +146,7 @@ class Scheduler:
                     if chunk > beside // 2:
                         chunk = min(chunk, beside - self._kept_for_others(sequence, beside // 2))
                     beside -= chunk
-                if chunk > budget:
-                    chunk = budget
+                chunk = min(chunk, budget)
                 if chunk == 0:
                     continue
                 if not in_flight:
