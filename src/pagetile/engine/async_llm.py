@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
-from .engine_thread import EngineThread
+from .engine_thread import EngineThread, call_soon
 from .input_processor import Prompt, check_params, parse_prompt
 from .keywords import explain_absent_names
 from .llm import LLM
@@ -219,7 +219,7 @@ class AsyncLLM:
         if own_salt is not None and cache_salt not in (None, own_salt):
             raise RequestError("cache_salt is given twice: in the prompt, and beside it")
         cache_salt = cache_salt or own_salt
-        self.check_capacity(params.n)
+        self.check_capacity(min(params.n, self.max_num_seqs))  # more are refused for good
         token_ids = await self.run_in_worker(self._validate, prompt, params)
         self.check_capacity(params.n)  # other requests may have come during tokenization
         if request_id is None:
@@ -284,7 +284,7 @@ class AsyncLLM:
         if not self._is_closed:
             self._is_closed = True
             await asyncio.to_thread(self.thread.close)
-            self._workers.shutdown(wait=False, cancel_futures=True)
+            self._workers.shutdown(wait=False)  # a prompt that waits there is refused in its turn
 
     async def run_in_engine(self, function: Callable[[], T]) -> T:
         """Call a function on the engine's thread between two steps, and return its result."""
@@ -297,9 +297,9 @@ class AsyncLLM:
             try:
                 result = function()
             except BaseException as error:
-                loop.call_soon_threadsafe(_fail, future, error)
+                call_soon(loop, _fail, future, error)
             else:
-                loop.call_soon_threadsafe(_resolve, future, result)
+                call_soon(loop, _resolve, future, result)
 
         self.thread.post(call)
         return await future
@@ -320,12 +320,13 @@ class AsyncLLM:
         return LogprobDicts(stream.prompt_logprobs, self.engine.decode_token)
 
     def _validate(self, prompt: Any, params: SamplingParams) -> list[int]:
+        self.check_capacity(0)
         return self.engine.validate(prompt, params)
 
     def _close_stream(self, stream: RequestStream) -> None:
         if self._streams.pop(stream.request_id, None) is not None:
             self._num_seqs -= stream.params.n
-            if stream.output is None and stream.error is None:
+            if stream.output is None:  # it may have failed here while the engine computes it
                 self.thread.abort(stream)
 
 

@@ -67,7 +67,7 @@ class RequestStream:
         self.on_deltas: Callable[[list[Delta]], bool] | None = None
         self._on_close = on_close
         self._deltas: list[Delta] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
 
     async def take(self) -> list[Delta]:
         """Wait for deltas, and return all since the last call; empty after the last one.
@@ -153,20 +153,25 @@ class RequestStream:
             self._end()
 
     def _end(self) -> None:
-        if self.on_end is not None:
-            self.on_end(self, time.perf_counter())
         self._wake()
         self.close()
+        if self.on_end is not None:  # last: no caller waits if it raises
+            self.on_end(self, time.perf_counter())
 
     @property
     def _is_awaited(self) -> bool:
         """Return whether a ``take`` waits that has returned all earlier deltas."""
-        return self._waiter is not None and not self._waiter.done()
+        return not all(waiter.done() for waiter in self._waiters)
 
     async def _wait(self) -> None:
-        self._waiter = self.loop.create_future()
-        await self._waiter
+        waiter = self.loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
