@@ -289,6 +289,47 @@ def test_nothing_is_held_twice(reference):
                 assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
+PARTLY_FUSED = ("gemma3n", "qwen3_moe")  # layers that share keys are not, in the first
+
+
+def storage_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("family", [*FUSED, *PARTLY_FUSED])
+def test_merged_weights_are_the_models_own_parameters(family, reference, monkeypatch):
+    """Those that a step reads: queries, keys and values at once, and the gate with the other."""
+    model = tiny_model(family)
+    paged = load_model(model)
+    parameters = [*model.parameters()]
+    memories = {storage_of(p): p.untyped_storage().nbytes() for p in parameters}
+    held = {storage_of(p): 0 for p in parameters}
+    for parameter in parameters:
+        held[storage_of(parameter)] += parameter.nbytes
+    assert memories == held, "a parameter leaves memory behind"
+
+    read = []
+    linear = functional.linear
+    monkeypatch.setattr(
+        fused_layer, "functional",
+        SimpleNamespace(linear=lambda x, *rest: read.append(rest) or linear(x, *rest)),
+    )  # fmt: skip
+    monkeypatch.setattr(fused_layer.FusedLayer, "_choose", lambda *args, **options: "")
+    monkeypatch.setattr(fused_layer.FusedLayer, "_choose_for_parts", lambda *args: "")
+    paged.forward(Packing(paged, sequences_of(model.config.vocab_size), 4, seed=0).step([1, 2, 3]))
+    merged = 0
+    for weight, bias in read:
+        for tensor in (weight,) if bias is None else (weight, bias):
+            assert storage_of(tensor) in held, "a second copy"
+            inside = [p for p in parameters if storage_of(p) == storage_of(tensor)]
+            assert sum(p.numel() for p in inside) == tensor.numel()
+            merged += tensor is weight and len(inside) > 1
+    num_fused = sum(why is None for why in paged.fused_layers.values())
+    # The checkpoints of phi3 have both merged, and where experts follow there is no gate to merge.
+    number = {"phi3": 0, "mixtral": 3, "gpt_oss": 3, "qwen3_moe": 3 + 1}.get(family, 2 * num_fused)
+    assert merged == number
+
+
 def test_weights_that_are_loaded_later_count(reference):
     model, other = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     paged = load_model(model)
