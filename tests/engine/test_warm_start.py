@@ -1,0 +1,110 @@
+"""What a first start compiles, a second one finds on disk; and ``enforce_eager`` waits for none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagetile import LLM
+from pagetile.engine import Engine
+from pagetile.engine.runner import Runner
+from pagetile.testing.models import tiny_model
+
+ON_A_CPU = """
+from numba import njit
+from numba.core import event
+
+with event.install_recorder("numba:compile") as recorder:
+    from pagetile import LLM, SamplingParams
+    from pagetile.testing.models import tiny_model
+
+    llm = LLM(tiny_model("llama"), device="cpu", num_blocks=16)
+    prompts, params = [[5, 6, 7] * 6, [9]], SamplingParams(temperature=0, max_tokens=3)
+    llm.generate(prompts, params, use_tqdm=False)
+    num_compiled = len(recorder.buffer)
+    njit(lambda x: x + 1)(1)
+print(num_compiled, len(recorder.buffer) > num_compiled)
+"""
+FOR_A_GPU = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pagetile.engine import triton_draw
+
+types = {
+    "chosen": "*i64", "largest": "*fp32", "last_tokens": "*i64", "lengths": "*i32",
+    "bests": "*fp32", "scores": "*fp32", "tokens": "*i32", "rows": "*i32", "ints": "*i32",
+    "floats": "*fp64", "addresses": "*i64", "vocab_size": "i32", "num_tiles": "i32",
+}
+kernel = triton_draw.choose_kernel
+signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+triton.compile(ASTSource(kernel, signature, {"NUM_TILES": 128}), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def start(program: str, hash_seed: int, **environment: str) -> str:
+    """What a new process prints, whose sets and dictionaries of text have an order of its own."""
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONHASHSEED": str(hash_seed)} | environment,
+        check=True, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    return found.stdout
+
+
+def test_a_second_start_on_a_cpu_compiles_nothing() -> None:
+    """The first compiles what no other test, or earlier run of them, has left on disk."""
+    for hash_seed in (1, 2):
+        found = start(ON_A_CPU, hash_seed, CUDA_VISIBLE_DEVICES="")
+    assert found.split() == ["0", "True"]
+
+
+def test_a_kernel_for_a_gpu_is_found_by_the_next_process(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
+    written = []
+    for hash_seed in (1, 2):
+        start(FOR_A_GPU, hash_seed, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+        written.append({p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()})
+    assert any(path.suffix == ".cubin" for path in written[0])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_an_eager_engine_makes_nothing_at_its_start(
+    enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what ``warm_up`` would record and compile, nor memory for recordings."""
+    warmed, eager = [], []
+
+    class Watched(Runner):
+        def __init__(self, *arguments: Any, enforce_eager: bool, **options: Any) -> None:
+            eager.append(enforce_eager)
+            super().__init__(*arguments, enforce_eager=enforce_eager, **options)
+
+    monkeypatch.setattr("pagetile.engine.core.Runner", Watched)
+    monkeypatch.setattr(Engine, "warm_up", lambda self, show: warmed.append(self))
+    llm = LLM(tiny_model("llama"), num_blocks=8, enforce_eager=enforce_eager)
+    assert warmed == ([] if enforce_eager else [llm.engine])
+    assert eager == [enforce_eager]
+
+
+def test_warming_up_runs_what_a_gpu_records_and_then_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+
+    class Kernels:
+        def warm_up(self, show: Any) -> None:
+            done.append(show)
+
+    monkeypatch.setattr("pagetile.engine.core.run_made_up", lambda *args: done.append(args))
+    engine = LLM(tiny_model("llama"), num_blocks=8, max_num_batched_tokens=128).engine
+    assert not done, "a CPU has nothing to record"
+    monkeypatch.setattr(engine._runner, "kernels", Kernels())
+    engine.warm_up(show := object())  # type: ignore[arg-type]
+    assert done == [show, (engine, 3 * 128)]
