@@ -69,6 +69,7 @@ def test_a_sample_gets_the_same_tokens_in_any_company(name):
 
 def test_types_may_be_torch_types_and_others_are_refused():
     assert make(torch.int8).engine.cache.dtype == torch.int8
+    assert make("fp8").engine.cache.dtype == torch.float8_e4m3fn  # as vLLM spells it
     with pytest.raises(
         RequestError, match=r"kv_cache_dtype='fp4': expected 'auto', 'float32', .*int8"
     ):

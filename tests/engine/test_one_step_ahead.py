@@ -42,7 +42,7 @@ class Letters:
 
 
 def make_engine(
-    num_blocks: int = 64, is_ahead: bool = True, num_layers: int = 3, **options: Any
+    num_blocks: int = 64, is_ahead: bool | None = True, num_layers: int = 3, **options: Any
 ) -> Engine:
     model = load_model(tiny_model("llama", num_hidden_layers=num_layers))
     cache = KVCache(model.layers, BlockPool(num_blocks, BLOCK_SIZE))
@@ -118,6 +118,32 @@ def test_the_next_step_is_launched_before_tokens_are_read(engine: Engine) -> Non
     engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4))
     finish(engine)
     assert events == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
+
+
+@pytest.mark.parametrize(
+    ("is_ahead", "options", "most"),
+    [
+        (True, {}, 2),
+        (False, {}, 1),
+        (None, {}, 1),  # on a CPU
+        (True, {"num_speculative_tokens": 3}, 1),
+    ],
+)
+def test_steps_overlap_only_where_that_is_asked_for(
+    is_ahead: bool | None, options: dict[str, Any], most: int
+) -> None:
+    engine, seen = make_engine(is_ahead=is_ahead, **options), []
+    run = engine._runner.run
+
+    def watched(step: Any, masks: Any) -> Any:
+        seen.append(len(engine._in_flight) + 1)
+        return run(step, masks)
+
+    engine._runner.run = watched  # type: ignore[method-assign]
+    request_id = engine.add_request([5, 6, 7], GREEDY)
+    finish(engine)
+    assert max(seen) == most
+    assert engine.take_output(request_id).outputs == alone((5, 6, 7), GREEDY).outputs
 
 
 def test_a_length_is_foreseen_and_costs_no_step_more() -> None:
