@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ _STATES = (", clean cache", ", both", ", backward")
 """How the names of those end that are timed otherwise than the others."""
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _UNTIL = "until recorded: "
+_REASON_LENGTH = 80
 _SIMD = {"AVX512": "AVX-512"}
 
 
@@ -239,11 +241,19 @@ def _absence(cases: list[dict[str, Any]]) -> str:
     for case in cases:
         for who in case.get("absent", {}).items():
             counts[who] = counts.get(who, 0) + 1
+    names: dict[tuple[str, int], list[str]] = {}
+    for (name, reason), count in counts.items():
+        names.setdefault((_shorten(reason), count), []).append(name)
     sayings = [
-        f"{name} ({reason}{f'; {count} of {len(cases)} rows' * (count < len(cases))})"
-        for (name, reason), count in counts.items()
+        f"{_join(who)} ({reason}{f'; {count} of {len(cases)} rows' * (count < len(cases))})"
+        for (reason, count), who in names.items()
     ]
-    return f" No part: {', '.join(sayings)}." if sayings else ""
+    return f" Left out: {'; '.join(sayings)}." if sayings else ""
+
+
+def _shorten(reason: str) -> str:
+    """The beginning of a reason; the record has all of it."""
+    return textwrap.shorten(reason, _REASON_LENGTH, placeholder=" …")
 
 
 def value_of(case: dict[str, Any], column: str) -> float | None:

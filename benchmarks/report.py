@@ -36,6 +36,7 @@ REPEATS = ", each turn"
 """Ends the name of a list with all repeats of a metric, in what a script prints."""
 
 Record = dict[str, Any]
+_FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^/\s:'\"]+/)+")
 _NUMBERS = re.compile(r"\[\s+([-\d.e+,\s]+?)\s+\]")
 
 
@@ -90,13 +91,18 @@ def record(
         "share_of_other_processes": others,
         "checks": [check._asdict() for check in checks],
         "times": {name: _summary(times) for name, times in measurement.times.items()},
-        "absent": measurement.absent,
+        "absent": _without_folders(measurement.absent),
         "metrics": measurement.metrics,
         "targets": [
             {**target._asdict(), "reached": target.is_reached(measurement.metrics)}
             for target in case.targets
         ],
     }
+
+
+def _without_folders(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Reasons that name files, but not where they lie on this machine."""
+    return {name: _FOLDERS.sub("", reason) for name, reason in reasons.items()}
 
 
 def name_line(what: str, beginning: str) -> str:
@@ -127,7 +133,7 @@ def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Rec
             for check in line.get("checks", ())
         ],
         "times": {},
-        "absent": line.get("absent", {}),
+        "absent": _without_folders(line.get("absent", {})),
         "metrics": metrics,
         "repeats": repeats,
         "targets": [

@@ -47,6 +47,7 @@ from benchmarks.records import (
     plan,
     run_script,
 )
+from benchmarks.report import record_line
 from benchmarks.several_gpus import run_beside, share_out
 from benchmarks.shared_prefix import SharedPrefixCase
 from benchmarks.tiles import ScoresCase, TiledCase
@@ -672,10 +673,18 @@ def test_records_whose_cases_share_a_date_can_be_read(run, tmp_path):
     assert (tmp_path / "old.json").read_text().count("versions") == 1
 
 
+def test_a_record_names_files_but_not_folders_of_its_machine():
+    reason = "no 'a/b' (/opt/x-1/lib/python3: /tmp/y/z.h:4 and https://host/a/b failed)"
+    line = {"what": "one", "absent": {"p": reason}}
+    [recorded] = record_line(line, "case", 0.0, {})["absent"].values()
+    assert recorded == "no 'a/b' (python3: z.h:4 and https://host/a/b failed)"
+
+
 def test_a_table_says_when_its_cases_were_measured(tmp_path):
     one = {
         "name": "a-1", "about": "one: 4, f16", "date": "2026-01-02T03:04:05",
-        "versions": {"torch": "2.1"}, "commit": "abcdef012", "absent": {"p": "out of memory"},
+        "versions": {"torch": "2.1"}, "commit": "abcdef012",
+        "absent": {"p": "out of memory", "r": "out of memory", "s": "wrong " * 40},
         "times": {"q": {"median": 2e-3, "repeats": 9}, "q b": {"median": 1e-3, "repeats": 27}},
         "metrics": {"x": 1.5}, "targets": [],
     }  # fmt: skip
@@ -688,7 +697,8 @@ def test_a_table_says_when_its_cases_were_measured(tmp_path):
     assert "Unless" not in page + alone
     caption = "torch 2.1 and 2.2, 2026-01-02 to 2026-01-04, commit abcdef0, 9–27 repeats. "
     assert f"2 cores of an CPU, {caption}All rows: one: f16. " in page
-    assert "No part: p (out of memory; 1 of 2 rows). Times in ms.\n" in page
+    assert "Left out: p, r (out of memory; 1 of 2 rows); s (wrong wrong" in page
+    assert "wrong …; 1 of 2 rows). Times in ms.\n" in page
     assert "| 4 | 1.5 | 1 |\n| 5 | 1.5 | 1 |\n" in page
 
 
