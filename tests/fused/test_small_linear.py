@@ -11,6 +11,7 @@ from pagetile.fused.small_linear import (
     is_faster_in_parts,
     is_faster_in_parts_on_hopper,
     is_faster_in_ring,
+    is_faster_on_cpu,
     is_resident,
     partial_products,
     plan,
@@ -452,3 +453,76 @@ def test_slots_of_streamed_weights_fill_shared_memory(num_rows):
         found = plan.plan_hopper_parts(Problem(num_rows, size, num_columns, BF16))
         assert size % (found.parts * found.tile_k) == 0
         assert 66 <= found.parts * -(-num_columns // found.tile_n) <= 132
+
+
+# --- on a CPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("has", [{}, {"bias": True}, {"residual": True, "bias": True}], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 32])
+@pytest.mark.parametrize(("size", "num_columns"), [(32, 5), (96, 16), (320, 431)])
+def test_rows_on_a_cpu(size, num_columns, num_rows, has, dtype, mirror):
+    check(problem(num_rows, size, num_columns, dtype, **has), "", "", "cpu", mirror)
+
+
+def test_a_norm_and_an_activation_on_a_cpu(mirror):
+    check(problem(3, 64, 24, F32, "silu", "rounded"), "silu", "rounded", "cpu", mirror)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_a_row_on_a_cpu_gets_the_same_bits_beside_any_others(dtype):
+    tensors = problem(32, 160, 300, dtype, bias=True)
+    x, options = tensors.pop("x")[0], {"impl": "cpu", **tensors}
+    whole = small_linear(x, **options)
+    for rows in (slice(0, 1), slice(3, 5), slice(9, 16), slice(31, 32)):
+        assert torch.equal(small_linear(x[rows], **options), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_row_on_a_cpu_is_not_reached_by_others_nor_by_what_lies_around(dtype):
+    x, weight = problem(5, 64, 21, dtype).values()
+    alone = small_linear(x, weight, impl="cpu")
+    memory = torch.full((3 * 21 + 21, 64), torch.nan, dtype=dtype)
+    memory[21:42] = weight
+    among = x.clone()
+    among[:, 2] = torch.nan
+    out = small_linear(among, memory[21:42], impl="cpu")
+    assert out[:, 2].isnan().all()
+    kept = [0, 1, 3, 4]
+    assert torch.equal(out[:, kept], alone[:, kept])
+
+
+def test_rows_on_a_cpu_by_any_number_of_threads():
+    x, weight = problem(6, 1024, 1100, F32).values()
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            found.append(small_linear(x, weight, impl="cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_what_a_cpu_does_not_take_is_left_to_torch():
+    assert ask(is_faster_on_cpu, 1, 1024, 1024, BF16)
+    assert ask(is_faster_on_cpu, 32, 4096, 4096, F32)
+    assert not ask(is_faster_on_cpu, 33, 4096, 4096, F32)
+    assert not ask(is_faster_on_cpu, 0, 4096, 4096, F32)
+    assert not ask(is_faster_on_cpu, 1, 4096, 4100, F32)
+    assert not ask(is_faster_on_cpu, 1, 256, 256, F32)
+    assert not ask(is_faster_on_cpu, 1, 4096, 4096, torch.float64)
+    for x, reason in (
+        (torch.zeros(33, 64), "1 to 32 run here"),
+        (torch.zeros(1, 64, requires_grad=True), "a gradient is wanted"),
+        (torch.zeros(1, 64).double(), "float64"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            small_linear(x, torch.zeros(8, 64, dtype=x.dtype), impl="cpu")
+    with pytest.raises(UnsupportedError, match="multiples of 32 run"):
+        small_linear(torch.zeros(1, 48), torch.zeros(8, 48), impl="cpu")
+    with pytest.raises(UnsupportedError, match="a tensor has gaps"):
+        small_linear(torch.zeros(1, 64), torch.zeros(8, 128)[:, ::2], impl="cpu")

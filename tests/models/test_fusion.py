@@ -12,10 +12,10 @@ from torch.nn import functional
 from pagetile import BlockPool, KVCache
 from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
-from pagetile.models import load_model, paged_model
+from pagetile.models import linears, load_model, paged_model
 from pagetile.models.forward_batch import ForwardBatch
-from pagetile.models.fusion import ends, trace
 from pagetile.models.fusion import layer as fused_layer
+from pagetile.models.fusion import trace
 from pagetile.ops.paged_attention import PagedBatch
 from pagetile.testing.models import tiny_model
 
@@ -505,9 +505,9 @@ def test_a_head_runs_what_is_fastest(streams, num_rows, expected, monkeypatch):
         seen.append(impl)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(ends, "is_faster_in_ring", lambda *args: streams)
-    monkeypatch.setattr(ends, "small_linear", watched)
-    forward = ends.small_head(head, "triton")
+    monkeypatch.setattr(linears, "is_faster_in_ring", lambda *args: streams)
+    monkeypatch.setattr(linears, "small_linear", watched)
+    forward = linears.forward_of_few(head, "triton")
     x = torch.ones(1, num_rows, 8, dtype=torch.bfloat16)
     assert torch.equal(forward(x), head(x))
     assert seen == [expected] * bool(expected)
@@ -515,7 +515,7 @@ def test_a_head_runs_what_is_fastest(streams, num_rows, expected, monkeypatch):
     head.weight = torch.nn.Parameter(torch.zeros(65536 * 8 + 4).bfloat16()[4:].view(65536, 8))
     assert torch.equal(forward(x), head(x))
     assert "hopper_ring" not in seen  # the weight begins at 8 bytes
-    ends.small_head(head, "reference")(x)
+    linears.forward_of_few(head, "reference")(x)
     assert "hopper_ring" not in seen
 
 

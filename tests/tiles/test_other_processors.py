@@ -17,6 +17,7 @@ from pagetile import (
     BlockMask, attention, attention_scores, merge_states, window_attention, write_kv
 )
 from pagetile.device import DeviceInfo
+from pagetile.fused.small_linear import small_linear
 from pagetile.testing import PagedCase, assert_matches, make_inputs
 
 assert not DeviceInfo.of(torch.device("cpu")).bf16_dot
@@ -57,6 +58,9 @@ def others(dtype):
     for impl, (k_cache, v_cache) in zip(("reference", "cpu"), caches, strict=True):
         write_kv(k, v, k_cache, v_cache, torch.tensor([3, -1, 40, 17]), impl=impl)
     assert torch.equal(*caches)
+    x, weight = torch.randn(5, 96).to(dtype), torch.randn(41, 96).to(dtype)
+    wanted, got = (small_linear(x, weight, impl=impl) for impl in ("reference", "cpu"))
+    close(got, wanted, dtype)
 
 
 for dtype in (torch.float32, torch.bfloat16):

@@ -41,6 +41,8 @@ _NEAR = 8
 
 def find_impl(device: torch.device, dtype: torch.dtype) -> str | None:
     """The implementation to replace a model's own code by; ``None`` where nothing is gained."""
+    if device.type == "cpu":
+        return "cpu" if importlib.util.find_spec("numba") else None
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from ..tiles.triton.launch import refuse

@@ -18,6 +18,7 @@ from .experts import find_experts
 from .forward_batch import ForwardBatch
 from .fused import Replacement, find_impl, find_replacements
 from .fusion import Fusion, fuse
+from .linears import find_linears
 from .loading import explained, read_model
 from .module_attention import find_adapters
 from .probe import describe_layers, record_calls, register_probe
@@ -220,7 +221,9 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
         attention = [layer.module for layer in modules]
         impl = find_impl(model.device, model.dtype)
         fusion, experts = Fusion(), []
-        if impl is not None:
+        if impl == "cpu":
+            fusion.replacements += find_linears(model)
+        elif impl is not None:
             fusion = fuse(model, modules, limit, find_replacements(model, attention, impl), impl)
             experts = find_experts(model, impl)
         paged = PagedModel(

@@ -6,6 +6,7 @@ from .plan import (
     is_faster_in_parts,
     is_faster_in_parts_on_hopper,
     is_faster_in_ring,
+    is_faster_on_cpu,
     is_resident,
 )
 from .problem import Problem
@@ -16,6 +17,7 @@ __all__ = [
     "is_faster_in_parts",
     "is_faster_in_parts_on_hopper",
     "is_faster_in_ring",
+    "is_faster_on_cpu",
     "is_resident",
     "partial_products",
     "small_linear",

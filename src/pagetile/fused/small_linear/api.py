@@ -17,7 +17,8 @@ from ..rms_norm import KINDS, Norm
 from ..rows import check_name
 from .problem import Problem
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "reference")
+_IN_PARTS = ("triton", "reference")
 
 
 def small_linear(
@@ -33,7 +34,8 @@ def small_linear(
     """``residual + activate(norm(x) @ weight.T + bias)``, each step rounded as torch rounds it.
 
     Args:
-        x: ``[..., size]`` float32, float16 or bfloat16; up to 4 rows, of 16-bit types up to 64.
+        x: ``[..., size]`` float32, float16 or bfloat16; up to 4 rows, of 16-bit types up to 64; on
+            a CPU up to 32, of a multiple of 32 numbers.
         weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
             ``[2 * num_columns, size]``, the rows of the gate first. Weight, bias and the norm's
             weight are read while the kernel in front still runs, so it must not write them.
@@ -43,10 +45,11 @@ def small_linear(
         activation: ``""``, or one of ``gated_activation``'s: the result is then
             ``activation(gate) * up``.
         residual: ``[..., num_columns]``, added last.
-        impl: ``auto``, ``triton``, ``reference``, which alone has a gradient, or one that runs
-            only where it is named, ``hopper`` or ``hopper_ring``. The last two take any number of
-            rows. ``auto`` does not ask which is faster: ``is_faster`` does, ``is_resident`` for
-            ``hopper`` and ``is_faster_in_ring`` for ``hopper_ring``.
+        impl: ``auto``, ``cpu``, ``triton``, ``reference``, which alone has a gradient, or one that
+            runs only where it is named, ``hopper`` or ``hopper_ring``. The last two take any number
+            of rows. ``auto`` does not ask which is faster: ``is_faster`` does, ``is_faster_on_cpu``
+            for ``cpu``, ``is_resident`` for ``hopper`` and ``is_faster_in_ring`` for
+            ``hopper_ring``.
 
     Returns:
         ``[..., num_columns]`` without gaps.
@@ -91,7 +94,7 @@ def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor
     """
     is_learned = needs_gradient(x, weight)
     forms = form(x), form(weight), None, None
-    names = ("hopper_ring",) if impl == "hopper_ring" else IMPLEMENTATIONS
+    names = ("hopper_ring",) if impl == "hopper_ring" else _IN_PARTS
     module = _dispatch(*forms, None, "", is_learned, impl, names)
     out: Tensor = module.run_parts(x, weight)
     return out

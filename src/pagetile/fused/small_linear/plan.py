@@ -16,6 +16,8 @@ MOST_FEW = 4
 MOST_ROWS = 64
 MOST_RESIDENT = 16
 """Rows up to which ``hopper`` is preferred; it takes 64."""
+MOST_ROWS_CPU = 32
+"""Rows that ``cpu`` takes."""
 _FEW_ELEMENTS = 8192
 """Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
 
@@ -240,6 +242,21 @@ def is_faster_in_parts(problem: Problem) -> bool:
         and problem.num_columns < _LEAST_COLUMNS_TILES
         and problem.num_bytes <= _MOST_BYTES_TILES
         and plan_parts(problem).parts > 1
+    )
+
+
+_LEAST_BYTES_CPU = 1 << 20
+"""Of a weight; with less, the call takes longer than the product."""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_faster_on_cpu(problem: Problem) -> bool:
+    """Whether ``cpu`` takes less time than torch's product."""
+    return (
+        0 < problem.num_rows <= MOST_ROWS_CPU
+        and problem.size % 32 == 0
+        and problem.dtype != torch.float64
+        and problem.num_bytes >= _LEAST_BYTES_CPU
     )
 
 

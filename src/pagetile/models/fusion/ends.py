@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...device import DeviceInfo
-from ...fused.small_linear import Problem, is_faster, is_faster_in_ring, small_linear
 from ...fused.take_rows import take_rows
 from ..fused import own_forward
 from .layer import Link
-from .structure import is_linear
 from .trace import Event, ModelTrace
 
 _MOST_BYTES = 64 << 20
@@ -28,40 +25,6 @@ def last_norm(link: Link, forward: Callable[[Tensor], Tensor]) -> Callable[[Tens
         return forward(x) if normed is None else normed[None]
 
     return forward_last
-
-
-def small_head(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:
-    """Forward of a linear module by ``small_linear`` where that is faster."""
-    if not is_linear(module):
-        return None
-    own = type(module).forward
-    weight: Any = module.weight
-    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    bias = getattr(module, "bias", None)
-    expected, found = nn.functional.linear(x, weight, bias), own(module, x)
-    if not isinstance(found, Tensor) or not torch.equal(expected, found):
-        return None
-
-    def forward(x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        chosen = _choose(x, weight, impl)
-        if chosen:
-            return small_linear(x, weight, bias=getattr(module, "bias", None), impl=chosen)
-        return own(module, x)  # type: ignore[no-any-return]
-
-    return forward
-
-
-def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
-    """Return the implementation of ``small_linear`` to run; ``""``: torch's product is faster."""
-    if x.dtype != weight.dtype or not weight.is_contiguous():
-        return ""
-    rows, size = weight.shape
-    problem = Problem(x.numel() // max(1, x.shape[-1]), size, rows, x.dtype)
-    is_aligned = weight.data_ptr() % 16 == 0
-    if impl == "triton" and is_aligned and is_faster_in_ring(problem, DeviceInfo.of(x.device)):
-        return "hopper_ring"
-    return impl if is_faster(problem) else ""
 
 
 def table_of_tokens(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:

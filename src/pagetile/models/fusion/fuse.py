@@ -11,7 +11,8 @@ from torch import nn
 
 from ..attention import AttentionLayer
 from ..fused import Replacement, own_forward, read_norm
-from .ends import find_angles, last_norm, small_head, table_of_tokens
+from ..linears import forward_of_few
+from .ends import find_angles, last_norm, table_of_tokens
 from .layer import FusedLayer, Link, Watch
 from .structure import Mismatch, Mlp, Structure, first_of, recognise
 from .trace import GAINS, LayerCall, ModelTrace, run_layer, trace_model
@@ -91,7 +92,7 @@ def _find_ends(model: PreTrainedModel, impl: str) -> list[Replacement]:
     if take is not None:
         found.append((embedding, "forward", take))
     head = model.get_output_embeddings()
-    forward = None if head is None else small_head(head, impl)
+    forward = None if head is None else forward_of_few(head, impl)
     if head is not None and forward is not None:
         found.append((head, "forward", forward))
     return found

@@ -22,7 +22,8 @@ from ...fused.gated_activation import ACTIVATIONS, gated_activation
 from ...fused.rms_norm import Norm, rms_norm
 from ...fused.rotary_write import Heads
 from ...fused.rotary_write.reference import project
-from ..fused import own_forward, read_norm
+from ..fused import read_norm
+from ..linears import is_linear
 from .trace import Event, LayerCall, LayerRun
 
 _NEAR = 1e-4
@@ -61,20 +62,6 @@ class Structure:
     pre_mlp_norm: Norm | None
     post_mlp_norm: Norm | None
     returns_tuple: bool
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module has only a matrix ``[out, in]`` and at most a bias as parameters."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    weight, bias = tensors.pop("weight", None), tensors.pop("bias", None)
-    return (
-        own_forward(module) is not None
-        and type(weight) is nn.Parameter
-        and weight.ndim == 2
-        and not tensors
-        and not any(True for _ in module.children())
-        and (bias is None or (type(bias) is nn.Parameter and bias.shape == weight.shape[:1]))
-    )
 
 
 def recognise(call: LayerCall, runs: Sequence[LayerRun]) -> Structure:
