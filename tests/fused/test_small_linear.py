@@ -460,7 +460,7 @@ def test_slots_of_streamed_weights_fill_shared_memory(num_rows):
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("has", [{}, {"bias": True}, {"residual": True, "bias": True}], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 32])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 64, 65, 131, 132])
 @pytest.mark.parametrize(("size", "num_columns"), [(32, 5), (96, 16), (320, 431)])
 def test_rows_on_a_cpu(size, num_columns, num_rows, has, dtype, mirror):
     check(problem(num_rows, size, num_columns, dtype, **has), "", "", "cpu", mirror)
@@ -472,10 +472,10 @@ def test_a_norm_and_an_activation_on_a_cpu(mirror):
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_a_row_on_a_cpu_gets_the_same_bits_beside_any_others(dtype):
-    tensors = problem(32, 160, 300, dtype, bias=True)
+    tensors = problem(148, 160, 300, dtype, bias=True)
     x, options = tensors.pop("x")[0], {"impl": "cpu", **tensors}
     whole = small_linear(x, **options)
-    for rows in (slice(0, 1), slice(3, 5), slice(9, 16), slice(31, 32)):
+    for rows in (slice(0, 1), slice(3, 5), slice(9, 16), slice(63, 147)):
         assert torch.equal(small_linear(x[rows], **options), whole[rows])
 
 
@@ -507,22 +507,36 @@ def test_rows_on_a_cpu_by_any_number_of_threads():
     assert torch.equal(found[0], found[2])
 
 
-def test_what_a_cpu_does_not_take_is_left_to_torch():
-    assert ask(is_faster_on_cpu, 1, 1024, 1024, BF16)
-    assert ask(is_faster_on_cpu, 32, 4096, 4096, F32)
-    assert not ask(is_faster_on_cpu, 33, 4096, 4096, F32)
-    assert not ask(is_faster_on_cpu, 0, 4096, 4096, F32)
-    assert not ask(is_faster_on_cpu, 1, 4096, 4100, F32)
-    assert not ask(is_faster_on_cpu, 1, 256, 256, F32)
-    assert not ask(is_faster_on_cpu, 1, 4096, 4096, torch.float64)
+def test_where_a_cpu_is_faster_than_torch(monkeypatch):
+    monkeypatch.setattr(plan, "cpu_features", frozenset)
+    asked = partial(ask, is_faster_on_cpu)
+    assert asked(1, 1024, 1024, BF16)
+    assert asked(64, 4096, 4096, F32)
+    assert not asked(65, 4096, 4096, F32)
+    assert not asked(0, 4096, 4096, F32)
+    assert not asked(1, 4096, 4100, F32)
+    assert not asked(1, 256, 256, F32)
+    assert asked(2, 256, 256, F32)
+    assert asked(1, 256, 256, BF16)
+    assert not asked(2, 64, 64, F32)
+    assert not asked(1, 64, 256, BF16)
+    assert not asked(1, 4096, 4096, torch.float64)
+    assert asked(1000, 4096, 4096, F16)
+    monkeypatch.setattr(plan, "cpu_features", lambda: frozenset({"amx-bf16", "avx512fp16"}))
+    for dtype in (BF16, F16):
+        assert asked(16, 4096, 4096, dtype)
+        assert not asked(17, 4096, 4096, dtype)
+    assert asked(64, 4096, 4096, F32)
+
+
+def test_what_a_cpu_does_not_take():
     for x, reason in (
-        (torch.zeros(33, 64), "1 to 32 run here"),
+        (torch.zeros(0, 64), "x has no rows"),
         (torch.zeros(1, 64, requires_grad=True), "a gradient is wanted"),
         (torch.zeros(1, 64).double(), "float64"),
+        (torch.zeros(1, 48), "multiples of 32 run"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
-            small_linear(x, torch.zeros(8, 64, dtype=x.dtype), impl="cpu")
-    with pytest.raises(UnsupportedError, match="multiples of 32 run"):
-        small_linear(torch.zeros(1, 48), torch.zeros(8, 48), impl="cpu")
+            small_linear(x, torch.zeros(8, x.shape[1], dtype=x.dtype), impl="cpu")
     with pytest.raises(UnsupportedError, match="a tensor has gaps"):
         small_linear(torch.zeros(1, 64), torch.zeros(8, 128)[:, ::2], impl="cpu")

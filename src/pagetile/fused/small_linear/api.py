@@ -35,7 +35,7 @@ def small_linear(
 
     Args:
         x: ``[..., size]`` float32, float16 or bfloat16; up to 4 rows, of 16-bit types up to 64; on
-            a CPU up to 32, of a multiple of 32 numbers.
+            a CPU any number, of a multiple of 32 numbers.
         weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
             ``[2 * num_columns, size]``, the rows of the gate first. Weight, bias and the norm's
             weight are read while the kernel in front still runs, so it must not write them.

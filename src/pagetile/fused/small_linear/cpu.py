@@ -2,13 +2,13 @@
 
 ::
 
-    y[m, n] = bias[n] + sum_k x[m, k] * weight[n, k]        m: 1 to MOST_ROWS_CPU rows
+    y[m, n] = bias[n] + sum_k x[m, k] * weight[n, k]
 
-Threads take runs of rows of the weight. A row of the weight lies like a key of attention and a row
-of ``x`` like a query, so the products are ``score_tile``'s: four rows of ``x`` with four of the
-weight at a time, which is read once from memory and asked for a tile ahead. Sums are taken in
-float32, of bfloat16 in pairs where the CPU multiplies these (AVX512-BF16), and in one order for any
-number of rows: a row's bits do not depend on the rows beside it.
+A thread takes a run of rows of the weight, which stays in its second-level cache, with up to
+``BLOCK`` rows of ``x``. A row of the weight lies like a key of attention and a row of ``x`` like a
+query, so ``score_tile`` computes the products, four rows of one by four of the other, and asks for
+the weight's next tile. Sums are in float32, of bfloat16 in pairs where the CPU multiplies pairs
+(AVX512-BF16), and in one order: a row's bits do not depend on how many others there are.
 
 What comes before and after the product is torch's.
 """
@@ -30,19 +30,19 @@ from ...tiles.cpu.simd import add, array_at, load, load_one, store, store_one, t
 from ...tiles.cpu.threads import on_team, run_together
 from ..gated_activation import gated_activation
 from ..rms_norm import Norm, rms_norm
-from .plan import MOST_ROWS_CPU
 from .problem import Problem
 
+BLOCK = 64
+"""Most rows of x that are multiplied with a run."""
 _TILE = 16
-"""Rows of the weight that are multiplied with all rows of x before the next."""
+"""Rows of the weight that are multiplied with a block before the next."""
 _RUN_BYTES = 128 << 10
 """Of the weight, that a thread takes at a time: it stays in a second-level cache."""
 _SMALL = 1 << 19
 """Multiply-adds that take as long as waking another thread."""
 
 _Call = namedtuple(
-    "_Call",
-    "out x left weight bias num_rows padded_rows size num_columns run has_bias is_copied counter",
+    "_Call", "out x left weight bias num_rows size num_columns run has_bias is_copied counter"
 )
 """What a kernel is given: ``left`` is ``x`` where that can be multiplied as it lies, and ``run``
 rows of the weight are taken at a time."""
@@ -55,8 +55,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "a gradient is wanted; the reference has one"
     if not problem.is_regular:
         return "a tensor has gaps or another type than x"
-    if not 0 < problem.num_rows <= MOST_ROWS_CPU:
-        return f"x has {problem.num_rows} rows; 1 to {MOST_ROWS_CPU} run here"
+    if problem.num_rows < 1:
+        return "x has no rows"
     if problem.size % 32:
         return f"a row has {problem.size} numbers; multiples of 32 run"
     return refuse(device, x=problem.dtype)
@@ -101,10 +101,9 @@ def _describe(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return arrays of the types of ``x`` and of what is multiplied, and a call's sizes."""
     multiplied = torch.bfloat16 if bf16_dot and dtype == torch.bfloat16 else torch.float32
-    padded = 1 if num_rows == 1 else -(-num_rows // 4) * 4  # several are taken by fours
     run = max(1, _RUN_BYTES // (_TILE * size * dtype.itemsize)) * _TILE
-    is_copied = padded > num_rows or dtype != multiplied
-    sizes = np.array([num_rows, padded, size, num_columns, run, has_bias, is_copied], np.int64)
+    is_copied = (num_rows > 1 and num_rows % 4 != 0) or dtype != multiplied  # taken by fours
+    sizes = np.array([num_rows, size, num_columns, run, has_bias, is_copied], np.int64)
     like, left = (flat(torch.empty(0, dtype=each)) for each in (dtype, multiplied))
     return like, left, sizes
 
@@ -115,51 +114,62 @@ def _multiply_runs(parallel, num_threads, out, x, weight, bias, like, left, size
     call = _Call(
         array_at(out, like.dtype), array_at(x, like.dtype), array_at(x, left.dtype),
         array_at(weight, like.dtype), array_at(bias, like.dtype),
-        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5] != 0, sizes[6] != 0, counter,
+        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4] != 0, sizes[5] != 0, counter,
     )  # fmt: skip
     on_team(parallel, num_threads, _make_scratch, _take_runs, (call,))
 
 
 @allocating()
 def _make_scratch(call):
-    """A thread's memory, with a copy of ``x`` where that is not multiplied as it lies."""
-    left = np.zeros(call.padded_rows * call.size if call.is_copied else 0, call.left.dtype)
-    if call.is_copied:
-        for at in range(0, call.num_rows * call.size, 16):
-            store(left, at, load(call.x, at))
+    """A thread's memory: a block of ``x`` where that cannot be multiplied as it lies, and sums."""
+    rows = min(BLOCK, _pad_rows(call.num_rows))
     return _Scratch(
-        left,
-        np.empty(call.padded_rows * _TILE, np.float32),
+        np.zeros(rows * call.size if call.is_copied else 0, call.left.dtype),
+        np.empty(rows * _TILE, np.float32),
         np.empty(_TILE, np.int64),
         np.empty(_TILE, np.int64),
     )
 
 
 @inner()
+def _pad_rows(rows):
+    """One row has its own micro-kernel; several are taken by fours."""
+    return 1 if rows == 1 else (rows + 3) // 4 * 4
+
+
+@inner()
 def _take_runs(call, scratch):
-    """Multiply runs of the weight's rows until none is left."""
+    """Multiply blocks of ``x`` with runs of the weight until none is left."""
     left = scratch.left if call.is_copied else call.left
+    runs, held = (call.num_columns + call.run - 1) // call.run, -1
     while True:
-        first = take_number(call.counter) * call.run
-        if first >= call.num_columns:
+        item = take_number(call.counter)
+        row, first = item // runs * BLOCK, item % runs * call.run
+        if row >= call.num_rows:
             return
+        num_rows = min(BLOCK, call.num_rows - row)
+        if call.is_copied and row != held:
+            for at in range(0, num_rows * call.size, 16):
+                store(left, at, load(call.x, row * call.size + at))
+            held = row
+        left_at = 0 if call.is_copied else row * call.size
         for column in range(first, min(call.num_columns, first + call.run), _TILE):
             for n in range(_TILE):
                 scratch.rows[n] = min(column + n, call.num_columns - 1) * call.size
                 scratch.ahead[n] = min(column + n + _TILE, call.num_columns - 1) * call.size
             score_tile(
-                scratch.sums, left, 0, call.size, call.padded_rows,
+                scratch.sums, left, left_at, call.size, _pad_rows(num_rows),
                 call.weight, 0, scratch.rows, scratch.ahead, _TILE, call.size,
             )  # fmt: skip
-            _store_tile(call, scratch.sums, column)
+            _store_tile(call, scratch.sums, row, num_rows, column)
 
 
 @inner()
-def _store_tile(call, sums, column):
+def _store_tile(call, sums, row, num_rows, column):
     """Add the bias to a tile of sums, and write what lies within ``out``."""
     whole = column + _TILE <= call.num_columns
-    for r in range(call.num_rows):
-        to, at = r * call.num_columns + column, r * _TILE
+    for r in range(num_rows):
+        to, at = (row + r) * call.num_columns + column, r * _TILE
         if whole and call.has_bias:
             store(call.out, to, add(load(sums, at), load(call.bias, column)))
         elif whole:
