@@ -19,6 +19,7 @@ from .engine import EngineCase
 from .generators import QWEN3
 from .gpu_attention import GpuBlockSizesCase, GpuDecodeCase, GpuPrefillCase
 from .gpu_inputs import Shape
+from .linears import LinearCase
 from .shared_prefix import SharedPrefixCase
 from .swin_unetr import SwinUnetrCase
 from .tile_cases import FORWARD_AIMS, TILE_CASES
@@ -84,6 +85,34 @@ CASES: tuple[Case, ...] = (
             at_most("KV waste", 0.04),
             at_least("equal to padded generate", 1.0),
         ),
+    ),
+    *(
+        LinearCase(
+            f"linear-{str(dtype).removeprefix('torch.')}-{num_rows}",
+            num_rows,
+            dtype,
+            (at_least("share of read bandwidth", 0.8),) if num_rows < 8 else (),
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for num_rows in (1, 4, 16, 64)
+    ),
+    *(
+        EngineCase(
+            f"engine-qwen3-0.6b-{num_prompts}-{str(dtype).removeprefix('torch.')}",
+            (at_least("x padded generate", 1.5),),
+            num_prompts=num_prompts,
+            longest=64,
+            max_tokens=32,
+            model=QWEN3,
+            dtype=dtype,
+            peers=("padded generate",),
+        )
+        for num_prompts, dtype in (
+            (1, torch.bfloat16),
+            (8, torch.bfloat16),
+            (32, torch.bfloat16),
+            (8, torch.float32),
+        )
     ),
     WriteKVCase("write-kv-64", 64, (at_most("host, microseconds", 15),)),
     WriteKVCase("write-kv-131072", 131072, COPY_SPEED),

@@ -131,6 +131,7 @@ RECORDS = (
     RecordSpec("", "cpu", 240, ("decode-", "prefill-")),
     RecordSpec("-tiles", "cpu", 60, ("tiled-", "scores-")),
     RecordSpec("-windows", "cpu", 180, ("windows-cpu-",)),
+    RecordSpec("-linears", "cpu", 60, ("linear-",)),
     RecordSpec("-engine", "cpu", 300, ("engine-",)),
     RecordSpec("-speculation", "cpu", 60, script=("benchmarks.speculation",)),
     RecordSpec("-http", "cpu", 120, script=("benchmarks", "http", "--json")),
