@@ -47,10 +47,7 @@ def forward_of_few(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] |
     weight: Any = module.weight
     if impl == "cpu" and not _choose(weight[:2], weight, impl):
         return None
-    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    bias = getattr(module, "bias", None)
-    found = call_or_none(own, module, x)
-    if found is None or not torch.equal(nn.functional.linear(x, weight, bias), found):
+    if own is not nn.Linear.forward and not _multiplies(module, own):
         return None
 
     def forward(x: Tensor) -> Tensor:
@@ -61,6 +58,14 @@ def forward_of_few(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] |
         return own(module, x)  # type: ignore[no-any-return]
 
     return forward
+
+
+def _multiplies(module: Any, own: Callable[..., Any]) -> bool:
+    """Return whether a module's forward is one product for random rows."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    found = call_or_none(own, module, x)
+    return isinstance(found, Tensor) and torch.equal(nn.functional.linear(x, weight, bias), found)
 
 
 def is_linear(module: nn.Module) -> bool:
