@@ -508,7 +508,8 @@ def test_rows_on_a_cpu_by_any_number_of_threads():
 
 
 def test_where_a_cpu_is_faster_than_torch(monkeypatch):
-    monkeypatch.setattr(plan, "cpu_features", frozenset)
+    avx512 = frozenset({"sse2", "avx512bw"})
+    monkeypatch.setattr(plan, "cpu_features", lambda: avx512)
     asked = partial(ask, is_faster_on_cpu)
     assert asked(1, 1024, 1024, BF16)
     assert asked(64, 4096, 4096, F32)
@@ -522,7 +523,13 @@ def test_where_a_cpu_is_faster_than_torch(monkeypatch):
     assert not asked(1, 64, 256, BF16)
     assert not asked(1, 4096, 4096, torch.float64)
     assert asked(1000, 4096, 4096, F16)
-    monkeypatch.setattr(plan, "cpu_features", lambda: frozenset({"amx-bf16", "avx512fp16"}))
+    assert not asked(65, 4096, 4096, BF16)
+    monkeypatch.setattr(plan, "cpu_features", lambda: frozenset({"sse2", "avx2"}))
+    assert asked(1000, 4096, 4096, BF16)
+    assert not asked(65, 4096, 4096, F32)
+    monkeypatch.setattr(plan, "cpu_features", lambda: frozenset({"neon"}))
+    assert not asked(65, 4096, 4096, F16)
+    monkeypatch.setattr(plan, "cpu_features", lambda: avx512 | {"amx-bf16", "avx512fp16"})
     for dtype in (BF16, F16):
         assert asked(16, 4096, 4096, dtype)
         assert not asked(17, 4096, 4096, dtype)

@@ -253,21 +253,28 @@ _LEAST_BYTES_CPU = {4: 1 << 18, 2: 1 << 16}
 
 @functools.lru_cache(maxsize=4096)
 def is_faster_on_cpu(problem: Problem) -> bool:
-    """Whether ``cpu`` takes less time than torch's product (measured on two cores of a Zen 4).
-
-    Torch multiplies float16 number by number, so that any number of rows is faster here, unless
-    the CPU has instructions for it. Matrix units (AMX) were not measured; they need many rows.
-    """
+    """Whether ``cpu`` takes less time than torch's product (measured on two cores of a Zen 4)."""
     dtype, rows = problem.dtype, problem.num_rows
     if dtype not in FLOATS or problem.size % 32 or rows < 1:
         return False
-    unit = {torch.bfloat16: "amx-bf16", torch.float16: "avx512fp16"}.get(dtype)
-    most: float = _MOST_ROWS_MATRIX_UNITS if unit in cpu_features() else _MOST_ROWS_CPU
-    if dtype == torch.float16 and unit not in cpu_features():
-        most = math.inf
     is_one_of_float32 = rows == 1 and dtype == torch.float32  # where torch is at its best
     least = _LEAST_BYTES_CPU[dtype.itemsize] * (4 if is_one_of_float32 else 1)
-    return rows <= most and problem.num_bytes >= least
+    return rows <= _most_rows_on_cpu(dtype) and problem.num_bytes >= least
+
+
+def _most_rows_on_cpu(dtype: torch.dtype) -> float:
+    """Up to how many rows ``cpu`` is faster.
+
+    On x86 torch multiplies float16, and without AVX-512 bfloat16, number by number: any number of
+    rows is faster here. Matrix units and arithmetic of float16 were not measured; they need many
+    rows to be fast.
+    """
+    features = cpu_features()
+    unit = {torch.bfloat16: "amx-bf16", torch.float16: "avx512fp16"}.get(dtype)
+    if unit in features:
+        return _MOST_ROWS_MATRIX_UNITS
+    is_slow = dtype == torch.float16 or (dtype == torch.bfloat16 and "avx512bw" not in features)
+    return math.inf if is_slow and "sse2" in features else _MOST_ROWS_CPU
 
 
 @functools.lru_cache(maxsize=4096)
