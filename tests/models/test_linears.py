@@ -66,11 +66,10 @@ def test_other_modules_are_left_alone():
         assert forward_of_few(module, "cpu") is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_few_rows_are_ours_and_many_torchs(dtype, shapes):
-    module = nn.Linear(512, 1100, dtype=dtype)
+def test_few_rows_are_ours_and_many_torchs(shapes):
+    module = nn.Linear(512, 1100)
     forward = forward_of_few(module, "cpu")
-    few, many = torch.randn(1, 64, 512).to(dtype), torch.randn(1, 65, 512).to(dtype)
+    few, many = torch.randn(1, 64, 512), torch.randn(1, 65, 512)
     torch.testing.assert_close(run(forward, few), run(module, few))
     assert shapes == [((1, 64, 512), (1100, 512))]
     assert torch.equal(run(forward, many), run(module, many))
