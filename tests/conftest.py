@@ -27,9 +27,9 @@ gc.set_threshold(10_000, 20, 20)
 # By the CPU time that they take with no kernel compiled beforehand, neither by Numba nor by Triton;
 # the others take 50 s at most.
 LONGEST = (
-    "tests/test_interpreter.py",
     "tests/ops/test_paged_attention.py",
     "tests/ops/test_hopper_compile.py",
+    "tests/test_interpreter.py",  # loads kernels that the first of these compiles
     "tests/ops/test_paged_attention_compiled.py",
     "tests/ops/test_attention_compiled.py",
 )
