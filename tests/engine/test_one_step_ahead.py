@@ -653,6 +653,8 @@ class KernelMachine(Machine):
     The copies' memory is used in turn as there, and a step's tokens are read a step later.
     """
 
+    num_layers = 1
+
     def choose_options(self) -> dict[str, Any]:
         options = {**super().choose_options(), "max_num_seqs": 6}
         return options | ({"max_num_batched_tokens": 64} if Replayed.large_ones_wait else {})

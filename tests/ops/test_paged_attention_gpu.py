@@ -920,7 +920,7 @@ def test_work_tiles_of_any_size_agree(impl, whole, split):
     lengths = (3000, 1, 700, 64, 65, 2048, 2049) if ON_GPU else (150, 1, 70, 64, 65, 128, 129)
     inputs = make_inputs(PagedCase((1,) * 7, lengths, dtype=F16, sliding_window=120, seed=whole))
     expected, base = oracle(inputs), plan(inputs, impl)
-    for programs in (1, 4, 23, 40, 300):
+    for programs in (1, 4, 23, 40, 300) if ON_GPU else (1, 4, 40):
         result = attend(
             inputs,
             impl,
