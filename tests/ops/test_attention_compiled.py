@@ -61,8 +61,7 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
     assert_fits(backward.make_prepare(BF16, size, is_aligned=True, has_d_lse=False), tmp_path)
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("size", "group"), [(64, 1), (128, 4), *rarely((64, 4), (128, 1))])
 def test_gradients_of_keys_spill_little(size, group, tmp_path):
     """A head of 128 leaves no register free; what spills does so outside the longest loop."""
     compiled = launchers(BF16, size, group=group).keys.compile(HOPPER)
@@ -75,8 +74,7 @@ def test_gradients_of_keys_spill_little(size, group, tmp_path):
     ("dtype", "size", "keys", "queries"),
     [
         (F32, 128, 568, 248),
-        (BF16, 256, 808, 96),
-        *rarely((F32, 64, 192, 72), (F32, 256, 720, 424)),
+        *rarely((BF16, 256, 808, 96), (F32, 64, 192, 72), (F32, 256, 720, 424)),
     ],
     ids=str,
 )
@@ -91,9 +89,8 @@ def test_other_gradients_spill_what_is_known(dtype, size, keys, queries, tmp_pat
     ("dtype", "size", "spilled"),
     [
         (F32, 128, 48),
-        (BF16, 256, 24),
         (BF16, 512, 8),
-        *rarely((F32, 64, 16), (F32, 256, 400), (BF16, 128, 0)),
+        *rarely((BF16, 256, 24), (F32, 64, 16), (F32, 256, 400), (BF16, 128, 0)),
     ],
     ids=str,
 )
@@ -108,8 +105,7 @@ def test_forward_by_triton_spills_what_is_known(dtype, size, spilled, tmp_path):
     [
         (BF16, 64, False),
         (BF16, 128, True),
-        (F32, 64, True),
-        *rarely((BF16, 64, True), (BF16, 128, False), (F32, 64, False)),
+        *rarely((F32, 64, True), (F32, 64, False), (BF16, 64, True), (BF16, 128, False)),
     ],
     ids=str,
 )
@@ -201,7 +197,7 @@ def chosen(problem, impl="auto"):
 
 
 @pytest.mark.parametrize(
-    ("size", "features"), [(64, True), (128, False), *rarely((64, False), (128, True))]
+    ("size", "features"), [(128, False), *rarely((64, True), (64, False), (128, True))]
 )
 def test_forward(size, features, tmp_path):
     launcher = forward.make_launcher(
@@ -227,7 +223,7 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "size", "length"),
-    [(F16, 16, 343), (BF16, 16, 49), (F16, 16, 3000), (BF16, 16, 256), (F16, 64, 49)],
+    [(F16, 16, 343), (BF16, 16, 49), (F16, 16, 3000), *rarely((BF16, 16, 256), (F16, 64, 49))],
     ids=str,
 )
 def test_scores_leave_in_whole_lines(dtype, size, length, tmp_path):
@@ -246,7 +242,11 @@ def test_scores_leave_in_whole_lines(dtype, size, length, tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "size", "length"),
-    [(F32, 16, 343), (F32, 64, 343), (F32, 256, 3000), (BF16, 128, 3000), (BF16, 256, 343)],
+    [
+        (F32, 256, 3000),
+        (BF16, 128, 3000),
+        *rarely((F32, 16, 343), (F32, 64, 343), (BF16, 256, 343)),
+    ],
     ids=str,
 )
 def test_scores_fit_any_gpu(dtype, size, length):

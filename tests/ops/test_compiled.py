@@ -47,6 +47,13 @@ def rarely(*cases):
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
+def draw_by_turns(cases, numbers):
+    """Every case with one of the numbers in turn; rarely, with the others."""
+    for at, (case, number) in enumerate(itertools.product(cases, numbers)):
+        is_drawn = at // len(numbers) % len(numbers) == at % len(numbers)
+        yield (*case, number) if is_drawn else rarely((*case, number))[0]
+
+
 def check_registers(compiled, tmp_path):
     """ptxas has written code that reads what nothing was written to."""
     listing = list_instructions(compiled, tmp_path)
@@ -211,24 +218,24 @@ def test_rms_norm(dtype, kind, size, tmp_path):
     assert "st.global.v4.b32" in ptx
 
 
+MOE_TILES = [(F32, 64), (F16, 16), (BF16, 32), (BF16, 64)]
+OTHER_MOE_TILES = [(F32, 16), (F32, 32), (F16, 32), (F16, 64), (BF16, 16)]
+WEIGHTS = {
+    "rows": ((2 * 768 * 2048, 2048, 1), (0, 0)),
+    "columns": ((2 * 768 * 2048, 2, 2 * 768), (2 * 768, 2)),
+}
+
+
 @pytest.mark.parametrize(
-    ("strides", "bias"),
-    [((2 * 768 * 2048, 2048, 1), (0, 0)), ((2 * 768 * 2048, 2, 2 * 768), (2 * 768, 2))],
-    ids=["rows", "columns"],
-)
-@pytest.mark.parametrize(
-    ("dtype", "tile_m"),
+    ("dtype", "tile_m", "weights"),
     [
-        (F32, 64),
-        (F16, 16),
-        (BF16, 32),
-        (BF16, 64),
-        *rarely((F32, 16), (F32, 32), (F16, 32), (F16, 64), (BF16, 16)),
+        *draw_by_turns(MOE_TILES, [*WEIGHTS]),
+        *rarely(*((*tile, weights) for tile in OTHER_MOE_TILES for weights in WEIGHTS)),
     ],
     ids=str,
 )
-def test_moe(dtype, tile_m, strides, bias, tmp_path):
-    sizes = 2048, 768
+def test_moe(dtype, tile_m, weights, tmp_path):
+    (strides, bias), sizes = WEIGHTS[weights], (2048, 768)
     activation = "silu" if bias == (0, 0) else "clamped"
     aligned = True, True, bias == (0, 0)
     in_turn = bias != (0, 0)
@@ -343,15 +350,10 @@ PRODUCTS = [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 102
             (18944, 3584, ""), (1024, 151936, ""), (64, 24, "")]  # fmt: skip
 
 
-def draw_rows():
-    """Every product with two numbers of rows, every number with some products; rarely, all."""
-    numbers = [1, 2, 4, 8, 32, 64]
-    for at, (product, rows) in enumerate(itertools.product(PRODUCTS, numbers)):
-        is_drawn = (at // len(numbers) - at) % 3 == 0
-        yield (*product, rows) if is_drawn else rarely((*product, rows))[0]
-
-
-@pytest.mark.parametrize(("size", "num_columns", "activation", "num_rows"), [*draw_rows()])
+@pytest.mark.parametrize(
+    ("size", "num_columns", "activation", "num_rows"),
+    [*draw_by_turns(PRODUCTS, [1, 2, 4, 8, 32, 64])],
+)
 def test_products_of_few_rows(size, num_columns, activation, num_rows, tmp_path):
     problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation))
     plan = small_linear_plan.make_plan(problem)
@@ -366,16 +368,10 @@ def test_products_of_few_rows(size, num_columns, activation, num_rows, tmp_path)
     assert "griddepcontrol.wait" in compiled.asm["ptx"]
 
 
-def draw_norms():
-    """Every product with one kind of norm, every kind with some products; rarely, all."""
-    kinds = ["rounded", "scaled", "shifted"]
-    for at, product in enumerate(PRODUCTS):
-        for kind in kinds:
-            is_drawn = kind == kinds[at % 3]
-            yield (*product, kind) if is_drawn else rarely((*product, kind))[0]
-
-
-@pytest.mark.parametrize(("size", "num_columns", "activation", "kind"), [*draw_norms()])
+@pytest.mark.parametrize(
+    ("size", "num_columns", "activation", "kind"),
+    [*draw_by_turns(PRODUCTS, ["rounded", "scaled", "shifted"])],
+)
 def test_products_of_few_rows_with_a_norm(size, num_columns, activation, kind, tmp_path):
     for num_rows in (1, 2):
         problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), has_norm=True)
@@ -391,8 +387,9 @@ RESIDENT = [(1024, 4096, "", "rounded"), (2048, 1024, "", ""), (1024, 3072, "sil
             (3072, 1024, "", ""), (1032, 40, "gelu", "shifted")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "num_columns", "activation", "kind"), RESIDENT)
-@pytest.mark.parametrize("num_rows", [8, 16])
+@pytest.mark.parametrize(
+    ("size", "num_columns", "activation", "kind", "num_rows"), [*draw_by_turns(RESIDENT, [8, 16])]
+)
 def test_products_whose_weights_wait_in_registers(
     size, num_columns, activation, kind, num_rows, tmp_path
 ):
@@ -442,8 +439,10 @@ STREAMED = [(4096, 6144, "", False), (4096, 14336, "silu", False), (14336, 4096,
             (1024, 151936, "", False)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "num_columns", "activation", "is_cut"), STREAMED)
-@pytest.mark.parametrize("num_rows", [8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("size", "num_columns", "activation", "is_cut", "num_rows"),
+    [*draw_by_turns(STREAMED, [8, 16, 32, 64])],
+)
 def test_products_whose_weights_stream(size, num_columns, activation, is_cut, num_rows, tmp_path):
     problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation))
     make_plan = small_linear_plan.plan_hopper_parts if is_cut else small_linear_plan.plan_ring
