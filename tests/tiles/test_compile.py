@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -90,3 +91,123 @@ from pagetile.tiles.cpu.compile import entry
 def double(call):
     return 2 * call.x
 """
+
+
+KINDS = """
+from numba.extending import overload
+from pagetile.tiles.cpu.compile import entry
+
+def name(x):
+    pass
+
+@overload(name)
+def _(x):
+    found = str(x.dtype)
+    return lambda x: found
+
+@entry()
+def kind(x):
+    return name(x)
+"""
+SAVING_TOGETHER = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import cpu
+
+mine, other = sys.argv[1:]
+replace = os.replace
+count = 0
+
+def wait_for(event):
+    while not Path(event).exists():
+        time.sleep(0.01)
+
+def replace_in_turns(*paths):
+    # The first one's index, then the second one's index and kernel, then the first one's kernel.
+    global count
+    count += 1
+    Path(f"{mine} is at {count}").touch()
+    if mine == "int16":
+        wait_for("uint16 is at 1" if count == 1 else "uint16 is done")
+    elif count == 1:
+        wait_for("int16 has replaced")
+    replace(*paths)
+    Path(f"{mine} has replaced").touch()
+
+os.replace = replace_in_turns
+assert cpu.kind(np.zeros(1, mine)) == mine
+Path(f"{mine} is done").touch()
+"""
+
+
+LATER = """
+import cpu, numpy as np
+print(*(cpu.kind(np.zeros(1, name)) for name in ("int16", "uint16")))
+print(*cpu.kind.stats.cache_hits.values())
+"""
+
+
+def test_processes_that_keep_a_kernel_for_two_types_at_once_keep_both(tmp_path):
+    """With Numba's index both take one file, and later processes run one kernel for the other."""
+    (tmp_path / "cpu.py").write_text(KINDS)
+    environment = os.environ | {"NUMBA_CACHE_DIR": os.fspath(tmp_path / "kept")}
+    types = ("int16", "uint16")
+    together = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVING_TOGETHER, mine, other], cwd=tmp_path, env=environment
+        )
+        for mine, other in (types, types[::-1])
+    ]
+    assert [process.wait(120) for process in together] == [0, 0]
+    found = subprocess.run(
+        [sys.executable, "-c", LATER],
+        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout.split() == ["int16", "uint16", "1", "1"]
+
+
+def double(x):
+    return 2 * x
+
+
+def make_kernel(folder, monkeypatch):
+    """A kernel that is kept in ``folder``, as another process would make it."""
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", os.fspath(folder))
+    return compile.entry()(double)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "unreadable"])
+def test_a_kept_kernel_that_is_damaged_is_compiled_anew(tmp_path, monkeypatch, damage):
+    make_kernel(tmp_path, monkeypatch)(1)
+    for file in tmp_path.rglob("*.nb?"):
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "unreadable":
+            file.mkdir()
+        elif damage == "changed":
+            file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        else:
+            file.write_bytes(content[: len(content) // 2 if damage == "truncated" else 0])
+    again = make_kernel(tmp_path, monkeypatch)
+    compile._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert again(21) == 42
+    assert again.stats.cache_hits == {}
+    assert ["NUMBA_CACHE_DIR" in str(w.message) for w in caught] == [True] * (
+        damage == "unreadable"
+    )
+    if damage != "unreadable":  # the damaged file was replaced
+        third = make_kernel(tmp_path, monkeypatch)
+        assert third(21) == 42
+        assert sum(third.stats.cache_hits.values()) == 1
+
+
+def test_a_kernel_runs_where_its_folder_is_gone_or_full(tmp_path, monkeypatch):
+    kernel = make_kernel(tmp_path / "kept", monkeypatch)
+    shutil.rmtree(tmp_path / "kept")
+    (tmp_path / "kept").write_text("not a folder")
+    compile._warn.cache_clear()
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
+        assert kernel(21) == 42

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba import njit
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
 from numba.extending import overload
 
 from .linking import LINKED
@@ -40,27 +45,68 @@ def entry() -> Callable[[Callable[..., Any]], Any]:
     compile_ = partial(njit, nogil=True, no_cfunc_wrapper=True)
 
     def decorate(function: Callable[..., Any]) -> Any:
+        kernel = compile_()(function)
         try:
-            kernel = compile_(cache=True)(function)
+            kernel._cache = _KernelCache(function)  # as ``cache=True`` sets Numba's own
         except RuntimeError:  # Numba has found no directory
             _warn()
-            return compile_()(function)
-        return _follow_sources(kernel, Path(function.__code__.co_filename))
+        return kernel
 
     return decorate
 
 
-def _follow_sources(kernel: Any, path: Path) -> Any:
-    """Compile a cached kernel anew when any file changes that it may be made of.
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class _KernelCache(FunctionCache):
+    """Compiled kernels on disk, a file for each kernel and types: a digest, and what it is of.
+
+    Numba keeps an index of numbered files. Of two processes that compile one kernel at once, for
+    other types each, both take the next number, and whoever reads the index afterwards runs the one
+    kernel for the other's types. It also fails where a file is damaged or cannot be read.
 
     Numba compares the one file that the kernel stands in: after an update of the package in place
-    it would go on with old helpers. The digest is part of the index's version, which Numba compares
-    before it unpickles anything: an old index may name classes that no longer exist.
+    it would go on with old helpers. Here the digest covers all sources. It is compared before
+    anything is unpickled: an old file may name classes that no longer exist.
     """
-    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # not a public attribute
-    if kept is not None:
-        kept._version = (kept._version, _digest(path.parent))
-    return kernel
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        folder = Path(function.__code__.co_filename).parent
+        self._sources = self._impl.locator.get_source_stamp(), _digest(folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the kernel for these types; None where no whole and current one is kept."""
+        target_context.refresh()
+        path, about = self._describe(sig, target_context.codegen())
+        try:
+            content = Path(path).read_bytes()
+        except OSError:
+            return None
+        digest, kept = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest != hashlib.sha256(about + kept).digest():
+            return None
+        return self._impl.rebuild(target_context, pickle.loads(kept))
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a kernel, if there is a place for it."""
+        if not self._impl.check_cachable(data):
+            return
+        path, about = self._describe(sig, data.codegen)
+        kept = dumps(self._impl.reduce(data))
+        try:
+            self._impl.locator.ensure_cache_path()
+            with self._cache_file._open_for_write(path) as file:  # a new file, moved there whole
+                file.write(hashlib.sha256(about + kept).digest() + kept)
+        except OSError:
+            _warn()
+
+    def _describe(self, sig: Any, codegen: Any) -> tuple[str, bytes]:
+        """Return a kernel's file, named by its types and target, and all that it depends on."""
+        types, target, code = self._index_key(sig, codegen)
+        number = hashlib.sha256(repr((types, target)).encode()).hexdigest()[:16]
+        about = repr((numba.__version__, types, target, code, self._sources)).encode()
+        return os.path.join(self.cache_path, f"{self._impl.filename_base}.{number}.nbc"), about
 
 
 @cache
