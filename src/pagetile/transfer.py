@@ -35,7 +35,9 @@ def pack(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
         [[0, 1, 2], [[1, 1], [1, 1]]]
     """
     ends = _lay_out(arrays)
-    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(
+        ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
+    )
     memory = packed.numpy()
     for array, start in zip(arrays, ends, strict=False):
         memory[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)

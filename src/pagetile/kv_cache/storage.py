@@ -150,7 +150,7 @@ class KVCache:
     def copy(self, src_to_dst: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of every layer: the copies that ``BlockTable.append`` returns."""
         if src_to_dst:
-            pairs = torch.tensor(src_to_dst, dtype=torch.int64)
+            pairs = torch.tensor(src_to_dst, dtype=torch.int64, device="cpu")
             scales = [scale for scale in (*self.k_scale, *self.v_scale) if scale is not None]
             copy_blocks([*self.k, *self.v, *scales], pairs)
 

@@ -295,8 +295,8 @@ def run(
     longest = max(1, min(max_seq_len, block_tables.shape[1] * problem.block_size))
     max_parts = -(-longest // PARTITION_SIZE)
     sizes = (problem.num_seqs, problem.num_heads, max_parts)
-    acc = torch.zeros(*sizes, problem.head_size)
-    m, l = torch.full(sizes, -torch.inf), torch.zeros(sizes)
+    acc = query.new_zeros(*sizes, problem.head_size, dtype=torch.float32)
+    m, l = acc.new_full(sizes, -torch.inf), acc.new_zeros(sizes)
     factor = 1.0 if v_scale is None else float(v_scale)
     scale *= 1.0 if k_scale is None else float(k_scale)
     slopes = np.empty(0, np.float32)
@@ -328,7 +328,7 @@ def run(
 
 def _write_partitions(acc, m, l, seq_lens, exp_sum, max_logits, tmp_out):
     """What is known of each partition that begins before its sequence's end."""
-    part = torch.arange(acc.shape[2])
+    part = torch.arange(acc.shape[2], device=acc.device)
     used = (part * PARTITION_SIZE < seq_lens[:, None])[:, None].expand_as(m)
     rows = acc * torch.where(l == 0, 0.0, 1 / l)[..., None]
     natural = m * float(np.log(2.0))

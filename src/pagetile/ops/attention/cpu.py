@@ -25,16 +25,17 @@ def run(problem, q, k, v, lengths, options):
     """Say where each sequence begins, and attend."""
     plan = make_plan(problem, DeviceInfo.of(q.device))
     rows = q if problem.is_ragged else q.flatten(0, 1)  # copies what no strides describe
-    out = torch.empty(*rows.shape[:2], problem.v_head_size, dtype=q.dtype)
-    lse = torch.empty(rows.shape[:2], dtype=torch.float32)
+    out = q.new_empty(*rows.shape[:2], problem.v_head_size)
+    lse = q.new_empty(rows.shape[:2], dtype=torch.float32)
     if problem.is_ragged:
         starts, block_size = lengths.cu_seqlens_k, max(1, k.shape[0])
         seq_lens, tables = starts.diff(), starts[:-1, None]
         starts_q = lengths.cu_seqlens_q
         strides = [(t.stride(0), *t.stride()[:2]) for t in (k, v)]
     else:
-        block_size, numbers = max(1, k.shape[1]), torch.arange(len(q) + 1, dtype=torch.int32)
-        seq_lens, tables = torch.full((len(q),), k.shape[1], dtype=torch.int32), numbers[:-1, None]
+        block_size = max(1, k.shape[1])
+        numbers = torch.arange(len(q) + 1, dtype=torch.int32, device="cpu")
+        seq_lens, tables = torch.full_like(numbers[1:], k.shape[1]), numbers[:-1, None]
         starts_q = numbers * q.shape[1]
         strides = [t.stride()[:3] for t in (k, v)]
     call = make_call(

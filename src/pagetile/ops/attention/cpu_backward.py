@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-import torch
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
@@ -274,9 +273,9 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
     num_keys = k.shape[:-2].numel()
     width, v_width = (-(-size // 16) * 16 for size in (problem.head_size, problem.v_head_size))
     num_threads, num_chunks, chunk = _cut(problem, device)
-    dq = torch.zeros(q.shape[:-2].numel(), problem.num_heads, width)
-    dk = torch.empty(num_chunks, num_keys, problem.num_kv_heads, width)
-    dv = torch.empty(num_chunks, num_keys, problem.num_kv_heads, v_width)
+    dq = delta.new_zeros(q.shape[:-2].numel(), problem.num_heads, width)
+    dk = delta.new_empty(num_chunks, num_keys, problem.num_kv_heads, width)
+    dv = delta.new_empty(num_chunks, num_keys, problem.num_kv_heads, v_width)
     none = np.empty(0, np.int32)
     slopes = options.alibi_slopes
     call = GradientsCall(  # type: ignore[call-arg]

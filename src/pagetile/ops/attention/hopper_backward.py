@@ -70,7 +70,9 @@ def run_backward(
     width, tile_m = launch.constants["WIDTH"], launch.constants["TILE_M"]
     pitch = -(-p.max_query_len // tile_m) * tile_m
     delta, lse2 = prepare(p, pitch, out, d_out, lse, d_lse)
-    sums = torch.zeros((p.num_heads, p.num_seqs, pitch, width), device=q.device)
+    sums = torch.zeros(
+        (p.num_heads, p.num_seqs, pitch, width), dtype=torch.float32, device=q.device
+    )
     tiles = -(-p.max_seq_len // launch.constants["KEYS"])
     launch(
         (tiles * p.num_kv_heads * p.num_seqs, 1, 1),

@@ -117,10 +117,10 @@ def prepare(
     dtype = problem.dtype
     work = problem.batch * problem.num_heads * problem.q_len * problem.k_len * problem.head_size
     if not work:
-        return lambda q, k: torch.empty(shape, dtype=dtype)
-    like = flat(torch.empty(0, dtype=dtype))
+        return lambda q, k: q.new_empty(shape)
+    like = flat(torch.empty(0, dtype=dtype, device="cpu"))
     strides = *q.strides[:3], *k.strides[:3]
-    allocate = functools.partial(torch.empty, *shape, dtype=dtype)
+    allocate = functools.partial(torch.empty, *shape, dtype=dtype, device="cpu")
 
     @functools.cache
     def size(num_threads: int) -> np.ndarray:

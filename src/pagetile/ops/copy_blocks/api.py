@@ -86,7 +86,7 @@ def _as_pairs(src_to_dst: Any) -> Tensor:
     """Return ``src_to_dst`` as a tensor, checked but for the block numbers."""
     if isinstance(src_to_dst, (list, tuple)):
         try:
-            src_to_dst = torch.tensor(src_to_dst) if src_to_dst else torch.empty(0, 2).long()
+            src_to_dst = torch.tensor(src_to_dst or np.empty((0, 2), np.int64), device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ShapeError(f"src_to_dst is {src_to_dst!r}, expected pairs of blocks") from error
     check_tensors(src_to_dst=src_to_dst)

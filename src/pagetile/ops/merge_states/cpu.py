@@ -53,8 +53,8 @@ def run(outs, lses):
     num_states, *shape = outs.shape
     width = -(-shape[-1] // 16) * 16
     padded = torch.nn.functional.pad(outs, (0, width - shape[-1])).contiguous()
-    out = torch.empty(*shape[:-1], width, dtype=outs.dtype)
-    lse = torch.empty(shape[:-1], dtype=torch.float32)
+    out = outs.new_empty(*shape[:-1], width)
+    lse = lses.new_empty(shape[:-1])
     rows = lse.numel()
     _merge(
         flat(out), lse.view(-1).numpy(), flat(padded),

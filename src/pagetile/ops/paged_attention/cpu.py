@@ -38,7 +38,7 @@ def _run(problem, plan, call):
     plan = plan or make_cpu_plan(problem, DeviceInfo.of(call.q.device))
     q, k_cache, v_cache, batch = call[:4]
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     k_scale, v_scale = (
         None if scale is None else scale.expand(k_cache.shape[:3])
         for scale in (call.k_scale, call.v_scale)
@@ -76,7 +76,7 @@ class _BlockMask(NamedTuple):
 def _mask_of(problem, batch, visible_blocks):
     """Return the mask that hides all blocks that are not listed."""
     num_blocks = batch.block_tables.shape[1]
-    mask = torch.zeros(*visible_blocks.shape[:2], 1, num_blocks + 1, dtype=torch.bool)
+    mask = visible_blocks.new_zeros(*visible_blocks.shape[:2], 1, num_blocks + 1, dtype=torch.bool)
     listed = torch.where(visible_blocks < 0, num_blocks, visible_blocks).long()
     mask.scatter_(3, listed[:, :, None], True)
     mask = mask[..., :num_blocks].repeat_interleave(problem.group, dim=1)

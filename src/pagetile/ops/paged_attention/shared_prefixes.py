@@ -151,13 +151,13 @@ def _lay_out(
         metadata = (batch.seq_lens, batch.cu_seqlens_q, groups, lens)
         return lay_out(tables, *(x.contiguous() for x in metadata), block_size=block_size)
     width, num_seqs = tables.shape[1], batch.num_seqs
-    seqs = torch.arange(num_seqs, dtype=torch.int32)
+    seqs = torch.arange(num_seqs, dtype=torch.int32, device=tables.device)
     group = torch.searchsorted(groups[1:], seqs, right=True)
     group = group.clamp_max(max(0, shared.num_groups - 1))
     firsts = groups[:-1].clamp_max(max(0, num_seqs - 1))  # for an empty group any is right
     sources = torch.cat([firsts.long(), seqs.long()])
     skipped = torch.cat([0 * lens, lens[group]]) // block_size
-    at = torch.arange(width) + skipped[:, None]
+    at = torch.arange(width, device=tables.device) + skipped[:, None]
     moved = tables[sources].gather(1, at.clamp_max(max(0, width - 1)))
     seq_lens = torch.cat([lens, batch.seq_lens - lens[group]])
     return moved, seq_lens, batch.cu_seqlens_q[groups.long()]

@@ -63,8 +63,8 @@ def rel_offsets(
             f"window={list(window)}"
         )
     # Only the wanted tokens are built: a clamped window may have far more.
-    token, stride = torch.arange(wanted), 1
-    offsets = torch.zeros(wanted, dtype=torch.int64)
+    token, stride = torch.arange(wanted, device="cpu"), 1
+    offsets = torch.zeros_like(token)
     for size, length in zip(reversed(window), reversed(table), strict=True):
         offsets += token % size * stride
         token //= size
@@ -114,9 +114,9 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
         if step >= length:
             raise ShapeError(f"shift={list(shift)} is not from 0 to less than {list(window)}")
     dtype = torch.uint8 if 3 ** len(grid) <= 256 else torch.int32
-    regions = torch.zeros([1] * len(grid), dtype=dtype)
+    regions = torch.zeros([1] * len(grid), dtype=dtype, device="cpu")
     for axis, (size, length, step) in enumerate(zip(grid, window, shift, strict=True)):
-        line = torch.zeros(size, dtype=dtype)
+        line = regions.new_zeros(size)
         if step:
             line[size - length :] = 1
             line[size - step :] = 2

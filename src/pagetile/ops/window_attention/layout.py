@@ -67,8 +67,8 @@ def _make(
 ) -> Layout:
     window, shift = clamp(grid, whole, shift)
     extra = [-size % length for size, length in zip(grid, window, strict=True)]
-    with torch.inference_mode(False), torch.device("cpu"):
-        numbers = torch.arange(math.prod(grid)).view(grid)
+    with torch.inference_mode(False):
+        numbers = torch.arange(math.prod(grid), device="cpu").view(grid)
         numbers = F.pad(numbers, [n for size in reversed(extra) for n in (0, size)], value=-1)
         numbers = numbers.roll([-step for step in shift], list(range(len(grid))))
         tokens = partition(numbers, window).flatten()

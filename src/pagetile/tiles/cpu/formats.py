@@ -248,7 +248,7 @@ def _call(builder, name, result, *operands):
 
 def _bf16_table(dtype):
     """The bfloat16 of the 128 codes without a sign: their lower bytes, their upper bytes."""
-    codes = torch.arange(128, dtype=torch.uint8).view(dtype)
+    codes = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype)
     numbers = codes.to(torch.bfloat16).view(torch.uint8).view(-1, 2)
     return numbers[:, 0].tolist(), numbers[:, 1].tolist()
 

@@ -65,7 +65,7 @@ def forward(problem, x):
     """Convert the inputs, split the windows into parts, and run the parts on threads."""
     inputs, num_threads = _kernel_inputs(problem, x)
     out = _empty_rows(problem, problem.dtype)
-    lse = torch.empty(x.q.shape[:3], dtype=torch.float32)
+    lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     run_together(attend, num_threads, flat(out), flat(lse), inputs)
     return AttentionOutput(out.transpose(1, 2), lse)
 
@@ -78,7 +78,8 @@ def backward(problem, x, out, lse, dout, dlse):
     dq, dk, dv = (_empty_rows(problem, kept) for _ in range(3))
     size = inputs.table_size if x.bias is None else problem.num_tokens**2
     table_shape = (inputs.parts, problem.num_heads, size)
-    dtable, dscale = torch.zeros(table_shape), torch.zeros(table_shape[:2])
+    dtable = x.q.new_zeros(table_shape, dtype=torch.float32)
+    dscale = dtable.new_zeros(table_shape[:2])
     gradients = GradientArrays(*(flat(t) for t in (dq, dk, dv, dtable, dscale)))
     out, dout = out.transpose(1, 2).contiguous(), _with_rows(dout)
     saved = SavedForward(flat(out), flat(lse), flat(dout), dout.stride()[:3], _float_array(dlse))
@@ -104,7 +105,7 @@ def _additive(mask, value):
     """A boolean mask as numbers to add: ``value`` where it is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape).masked_fill_(~mask, value)
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, value)
 
 
 def _float_array(parameter):
@@ -113,15 +114,16 @@ def _float_array(parameter):
 
 
 def _empty_rows(problem, dtype):
-    return torch.empty(
-        problem.num_windows, problem.num_tokens, problem.num_heads, problem.head_size, dtype=dtype
-    )
+    shape = problem.num_windows, problem.num_tokens, problem.num_heads, problem.head_size
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _kernel_inputs(problem, x):
     """The inputs of the kernels, and how many threads the work is worth."""
     q, k, v = map(_with_rows, (x.q, x.k, x.v))
-    offsets = torch.arange(problem.num_tokens) if x.rel_offsets is None else x.rel_offsets
+    offsets = (
+        torch.arange(problem.num_tokens, device="cpu") if x.rel_offsets is None else x.rel_offsets
+    )
     arrays = [flat(t) for t in (q, k, v)]
     strides = [t.stride()[:3] for t in (q, k, v)]
     added = [
