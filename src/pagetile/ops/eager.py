@@ -22,6 +22,9 @@ from ..errors import UnsupportedError
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Any other subclass of ``Tensor`` may intercept operations, or have no data."""
 
+# Bound once: operations ask in every call.
+_count_modes, _get_tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -30,7 +33,15 @@ def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **arguments: _P.
     """Break the graph that is being compiled, and call the function eagerly.
 
     A compiler that traced into it would trace Numba's own code, and fail.
+
+    Raises:
+        UnsupportedError: ``torch.export`` traces the call: its graphs have no breaks.
     """
+    if not torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            f"{function.__name__} with these arguments cannot be part of an exported program: call "
+            "it outside of the module that torch.export traces"
+        )
     apart: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return apart(*args, **arguments)
 
@@ -98,12 +109,71 @@ def has_dispatch_observers(*inputs: Any) -> bool:
 
 
 def needs_operator(x: Tensor) -> bool:
-    """Return whether a call with ``x`` has to be an operator: compiling, or ``x`` has no data."""
-    if torch.compiler.is_compiling():
+    """Return whether a call with ``x`` has to be an operator: it is traced, or ``x`` has no data.
+
+    Tracers are compilers, ``torch.jit.trace`` and dispatch modes.
+    """
+    if torch.compiler.is_compiling() or _count_modes() or _get_tracing_state():
         return True
     if type(x) in PLAIN_TYPES:
         return x.is_meta
     return isinstance(x, Tensor)
+
+
+def refuse_observers(operation: str) -> None:
+    """Raise UnsupportedError under a tracer, which does not see that a kernel writes memory.
+
+    Dispatch modes that only watch, such as torch's counter of operations, do no harm.
+    """
+    modes = map(torch._C._get_dispatch_mode, _TRACING_MODES) if _count_modes() else ()
+    if (
+        _get_tracing_state()
+        or torch._C._are_functorch_transforms_active()
+        or any(mode is not None for mode in modes)
+    ):
+        raise UnsupportedError(
+            f"{operation} cannot run under torch.func's transforms, with fake tensors or in a "
+            "traced function, which do not see what it writes: call it outside of them"
+        )
+
+
+_MODE_KEYS = torch._C._TorchDispatchModeKey
+_TRACING_MODES = _MODE_KEYS.FAKE, _MODE_KEYS.PROXY, _MODE_KEYS.FUNCTIONAL
+
+
+def check_readable(operation: str, **tensors: Any) -> None:
+    """Raise UnsupportedError for a tensor whose elements do not lie in memory as strides say.
+
+    A kernel would read other memory, or none.
+
+    Args:
+        operation: Its name, for the message.
+        **tensors: Its tensors; others and None are left out.
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise UnsupportedError(
+                f"{operation} cannot run under torch.func's transforms (vmap, grad, jvp, "
+                f"functionalize), of which {name} is a part: call it outside of the function that "
+                "is transformed"
+            )
+        if x.layout != torch.strided or x.is_nested:
+            raise UnsupportedError(
+                f"{name} is a nested tensor or of layout {x.layout}, expected a dense tensor: pass "
+                f"{name}.to_dense()"
+            )
+        if x.is_neg() or x.is_conj():
+            raise UnsupportedError(
+                f"{name} is a view that is negated when it is read, expected the numbers "
+                f"themselves: pass {name}.resolve_neg()"
+            )
+        if x.numel() and not x.is_meta and not x.data_ptr():
+            raise UnsupportedError(
+                f"{name} is of type {type(x).__name__} and has no memory, expected a tensor with "
+                "its storage"
+            )
 
 
 def _is_special(x: Tensor) -> bool:
@@ -177,7 +247,9 @@ def _make_watched(
 
     def call(*inputs: Any) -> Any:
         if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-            return transformed.apply(*inputs)
+            level: Any = torch._C._functorch.peek_interpreter_stack()
+            if level.key() != torch._C._functorch.TransformType.Functionalize:  # it has no rule
+                return transformed.apply(*inputs)
         return operator(*inputs)
 
     return call

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError, UnsupportedError
+from ...ops.eager import call_uncompiled, check_readable, refuse_observers
 from ...shapes import form, forms
 from .checks import PARTITION_SIZE, BlockSparse, bind_attention, check_values
 from .layout import as_float8
@@ -159,6 +160,14 @@ def _attend(
     *sparsity: int,
 ) -> None:
     """Check a call, and run it where its query is; ``outputs``: its own, and partitions' if any."""
+    if torch.compiler.is_compiling():
+        call_uncompiled(
+            _attend, outputs, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+            *sparsity,
+        )  # fmt: skip
+        return
+    refuse_observers("paged_attention")
     out, partitions, sparse = outputs[0], outputs[1:] or None, BlockSparse(*sparsity)
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
     value_cache = as_float8("value_cache", value_cache, kv_cache_dtype)
@@ -176,10 +185,14 @@ def _attend(
     if not problem.num_seqs:
         return
     run = _find_implementation(query.device, problem.kv_dtype)
-    run(
-        problem, out, query, key_cache, value_cache, float(scale), block_tables, seq_lens,
-        max_seq_len, alibi_slopes, *scales, sparse, partitions,
-    )  # fmt: skip
+    try:
+        run(
+            problem, out, query, key_cache, value_cache, float(scale), block_tables, seq_lens,
+            max_seq_len, alibi_slopes, *scales, sparse, partitions,
+        )  # fmt: skip
+    except RuntimeError:
+        check_readable("paged_attention", query=query, k=key_cache, v=value_cache, out=out)
+        raise
 
 
 def as_scales(

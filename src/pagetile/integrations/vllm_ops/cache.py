@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...ops.copy_blocks import copy_blocks as copy_cache_blocks
+from ...ops.eager import call_uncompiled, check_readable, refuse_observers
 from ...ops.scales import LARGEST_CODE
 from ...ops.write_kv import write_kv
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms, is_debugging
@@ -64,6 +65,13 @@ def reshape_and_cache(
         >>> key_cache[1, 0, :, 1].tolist(), value_cache[1, 0, :, 1].tolist()[:3]
         ([[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]], [0.0, 1.0, 2.0])
     """
+    if torch.compiler.is_compiling():
+        call_uncompiled(
+            reshape_and_cache, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype,
+            k_scale, v_scale,
+        )  # fmt: skip
+        return
+    refuse_observers("reshape_and_cache")
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
     value_cache = as_float8("value_cache", value_cache, kv_cache_dtype)
     tensors = forms(
@@ -71,6 +79,9 @@ def reshape_and_cache(
         slot_mapping=slot_mapping,
     )  # fmt: skip
     _bind_packed(*tensors)
+    check_readable(
+        "reshape_and_cache", key=key, value=value, key_cache=key_cache, value_cache=value_cache
+    )
     scales = as_scales(kv_cache_dtype, k_scale, v_scale, key)
     key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
     if key.is_cpu or is_debugging():

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ..dispatch import choose
 from ..eager import (
+    check_readable,
     choose_gradient,
     has_dispatch_observers,
     make_last,
@@ -74,13 +75,17 @@ def _read(*inputs: Any) -> tuple[Rows, Lengths, Options]:
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     rows, lengths, options = _read(*inputs)
-    q, k, _ = rows
+    q, k, v = rows
     problem = check(*rows, lengths, options)
     check_starts(problem, q, k, lengths)
     device = DeviceInfo.of(q.device)
     module = choose(__package__, IMPLEMENTATIONS, problem, device, inputs[-1])
-    with without_autocast(q):
-        out, lse = module.run(problem, *rows, lengths, options)
+    try:
+        with without_autocast(q):
+            out, lse = module.run(problem, *rows, lengths, options)
+    except RuntimeError:
+        check_readable("attention", q=q, k=k, v=v)
+        raise
     return out, lse
 
 

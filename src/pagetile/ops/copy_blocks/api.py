@@ -14,7 +14,7 @@ from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError
 from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms
 from ..dispatch import choose
-from ..eager import call_uncompiled
+from ..eager import call_uncompiled, check_readable, refuse_observers
 from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -59,6 +59,7 @@ def copy_blocks(
     if torch.compiler.is_compiling():
         call_uncompiled(copy_blocks, caches, src_to_dst, impl=impl)
         return
+    refuse_observers("copy_blocks")
     src_to_dst = _as_pairs(src_to_dst)
     bounds = _bound(src_to_dst)
     if isinstance(caches, Tensor):
@@ -77,7 +78,7 @@ def copy_blocks(
         module = _dispatch(*both, _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
-    _check_twice(pairs)
+    _check_addresses(pairs)
     for module, group in groups.items():
         module.run(group, src_to_dst)
 
@@ -97,8 +98,14 @@ def _as_pairs(src_to_dst: Any) -> Tensor:
     return pairs
 
 
-def _check_twice(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    places = [(source.data_ptr(), to.data_ptr()) for source, to in pairs if to.numel()]
+def _check_addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    try:
+        places = [(source.data_ptr(), to.data_ptr()) for source, to in pairs if to.numel()]
+    except RuntimeError:
+        places = [(0, 0)]
+    if any(0 in place for place in places):
+        for source, destination in pairs:
+            check_readable("copy_blocks", source=source, destination=destination)
     written = {destination for _, destination in places}
     is_read = any(source in written and source != to for source, to in places)
     if len(written) < len(places) or is_read:

@@ -13,7 +13,7 @@ from ...shapes import Form, bind, check_device, check_dtype, forms
 from ...tiles.state import AttentionOutput
 from ...tiles.types import ALL_FLOATS
 from ..dispatch import choose
-from ..eager import call_uncompiled, needs_gradient, needs_operator
+from ..eager import call_uncompiled, check_readable, needs_gradient, needs_operator
 from . import reference
 from .problem import Problem
 
@@ -53,9 +53,14 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
             return call_uncompiled(merge_states, outs, lses, impl=impl)
         return reference.run(outs, lses)  # whose operations are torch's
     module = _dispatch(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
-    if impl == "auto" and needs_operator(outs):
-        module = reference
-    result: AttentionOutput = module.run(outs, lses)
+    is_observed = needs_operator(outs) or torch._C._are_functorch_transforms_active()
+    if impl == "auto" and is_observed:
+        module = reference  # of torch's operations, which every observer can record
+    try:
+        result: AttentionOutput = module.run(outs, lses)
+    except RuntimeError:
+        check_readable("merge_states", outs=outs, lses=lses)
+        raise
     return result
 
 

@@ -16,7 +16,7 @@ from ...shapes import form, is_debugging
 from ...tiles.state import AttentionOutput
 from ..attention_checks import as_number, check_flag, default_scale, whole_window
 from ..dispatch import choose, explain
-from ..eager import call_uncompiled, needs_operator
+from ..eager import call_uncompiled, check_readable, needs_operator
 from . import operator, shared_prefixes
 from .batch import PagedBatch, SharedPrefixes
 from .checks import TENSORS, check_plan, check_types, validate
@@ -156,24 +156,29 @@ def paged_attention(
             scale = default_scale(q) if softmax_scale is None else softmax_scale
             arguments = Arguments(q, k_cache, v_cache, batch, scale, *numbers, *optional)
             call = _find_call(arguments, plan, impl, key)
-    except (AttributeError, TypeError):  # check types only after a failure, to keep calls fast
-        check_types(
-            batch, q=q, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, visible_blocks=visible_blocks, out=out,
-        )  # fmt: skip
+        if is_debugging() and q.is_cuda:
+            check_on_host(call.problem, batch, call.num_blocks)
+            if visible_blocks is not None:
+                check_lists_on_host(call.problem, batch, visible_blocks)
+        scale = call.softmax_scale if softmax_scale is None else softmax_scale
+        # Arguments._make, without the function call.
+        arguments = tuple.__new__(
+            Arguments, (q, k_cache, v_cache, batch, scale, *numbers, *optional)
+        )
+        result = call.run(arguments)
+        return result
+    except (AttributeError, TypeError, RuntimeError):  # look closer after a failure only: faster
+        tensors = {
+            "q": q, "k_cache": k_cache, "v_cache": v_cache, "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
+            "visible_blocks": visible_blocks, "out": out,
+        }  # fmt: skip
+        check_types(batch, **tensors)
+        check_readable("paged_attention", **tensors)
         if softmax_scale is not None:
             as_number("softmax_scale", softmax_scale)
         check_plan(plan, impl)
         raise
-    if is_debugging() and q.is_cuda:
-        check_on_host(call.problem, batch, call.num_blocks)
-        if visible_blocks is not None:
-            check_lists_on_host(call.problem, batch, visible_blocks)
-    scale = call.softmax_scale if softmax_scale is None else softmax_scale
-    # Arguments._make, without the function call.
-    arguments = tuple.__new__(Arguments, (q, k_cache, v_cache, batch, scale, *numbers, *optional))
-    result = call.run(arguments)
-    return result
 
 
 def _find_call(arguments: Arguments, plan: Plan | None, impl: str, key: Any = None) -> CachedCall:
@@ -185,6 +190,8 @@ def _find_call(arguments: Arguments, plan: Plan | None, impl: str, key: Any = No
     it comes twice in a row, so calls that do not repeat pay nothing for that (decision 20).
     """
     q, k_cache, v_cache, batch = arguments[:4]
+    if torch._C._are_functorch_transforms_active():
+        check_readable("paged_attention", **arguments._asdict())
     if q.requires_grad and torch.is_grad_enabled():
         _warn_of_no_gradient()
     call = _dispatch(form_of(arguments), plan, impl)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ..dispatch import choose
-from ..eager import choose_gradient, has_dispatch_observers, make_last, make_ways, refuse_tangents
+from ..eager import (
+    check_readable,
+    choose_gradient,
+    has_dispatch_observers,
+    make_last,
+    make_ways,
+    refuse_tangents,
+)
 from .checks import check, check_values
 from .problem import Gradients, Operands, Problem, empty_like
 
@@ -48,7 +55,11 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     x = operands(*inputs)
     problem, module = _choose(x, inputs[-1])
-    out, lse = module.forward(problem, x)
+    try:
+        out, lse = module.forward(problem, x)
+    except RuntimeError:
+        check_readable("window_attention", q=x.q, k=x.k, v=x.v)
+        raise
     return _lay_out(out), lse.contiguous()
 
 

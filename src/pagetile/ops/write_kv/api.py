@@ -25,7 +25,7 @@ from ...shapes import (
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_cache_layout
 from ..dispatch import choose
-from ..eager import needs_operator
+from ..eager import check_readable, needs_operator
 from ..scales import bind_scales, check_cache_dtype
 from .operator import write
 
@@ -93,6 +93,8 @@ def write_kv(
     if is_operator and torch.compiler.is_compiling():  # checks run when the operator is called
         write(*operands, k_scale, v_scale, impl)
         return
+    if torch._C._are_functorch_transforms_active():
+        check_readable("write_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     module = _dispatch(*tensors, impl)
     if k_cache is v_cache and k.data_ptr() != v.data_ptr():
@@ -107,7 +109,11 @@ def write_kv(
         return
     if slot_mapping.device.type == "cpu" or is_debugging():
         _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])
-    module.run(*operands, *scales)
+    try:
+        module.run(*operands, *scales)
+    except RuntimeError:
+        check_readable("write_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        raise
 
 
 @functools.lru_cache(maxsize=1024)

@@ -104,13 +104,16 @@ def supports(dtypes, device):
 def run(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
     """Scatter keys, then values."""
     slots = slot_mapping.contiguous().numpy()
-    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        if new.stride(-1) != 1:
-            new = new.contiguous()
+    k, v = (new if new.stride(-1) == 1 else new.contiguous() for new in (k, v))
+    keys, values = flat(k), flat(v)  # both before anything is written, in case one has no memory
+    for cache, new, rows, scale in (
+        (k_cache, k, keys, k_scale),
+        (v_cache, v, values, v_scale),
+    ):
         measured = scale is not None and scale.dim() == 3
         each = None if scale is None else scale.expand(cache.shape[:3])
         _scatter(
-            flat(cache), flat(new), None if each is None else flat(each), slots,
+            flat(cache), rows, None if each is None else flat(each), slots,
             cache.shape[1], *new.shape[1:], cache.stride()[:3], new.stride()[:2],
             (0, 0, 0) if each is None else each.stride(),
             LARGEST_CODE[cache.dtype] if measured else 0.0,
