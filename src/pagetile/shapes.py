@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,69 @@ def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:
     except AttributeError:  # checked only after a failure, to keep calls fast
         check_tensors(**tensors)
         raise
+
+
+def span(tensor: Form) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    if 0 in tensor.shape:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return (last + 1) * tensor.dtype.itemsize
+
+
+def check_written_once(**tensors: Form | None) -> None:
+    """Raise ShapeError for a tensor that is written and has two elements at one address."""
+    for name, tensor in tensors.items():
+        if tensor is None or 0 in tensor.shape:
+            continue
+        pairs = zip(tensor.strides, tensor.shape, strict=True)
+        reach = 0  # of the dimensions whose steps are shorter
+        for stride, size in sorted((stride, size) for stride, size in pairs if size > 1):
+            if stride <= reach:
+                raise ShapeError(
+                    f"{name} is written, but its strides {list(tensor.strides)} put several "
+                    f"elements of {list(tensor.shape)} at one address, as expand() does: pass "
+                    f"{name}.contiguous(), and copy what is needed of it back"
+                )
+            reach += (size - 1) * stride
+
+
+def check_apart(written: str, tensor: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raise ShapeError if ``tensor``, which is written, has elements in common with another one."""
+    for name, other in others.items():
+        if share_memory(tensor, other):
+            raise ShapeError(
+                f"{written} is written and shares memory with {name}: pass a copy of one of them, "
+                f"for example {name}.clone()"
+            )
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have an element in common, not only addresses between them."""
+    start, other = a.data_ptr(), b.data_ptr()
+    return 0 not in (start, other) and _share_memory(form(a), form(b), other - start)
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_memory(a: Any, b: Any, distance: int) -> bool:
+    """Return whether tensors of these forms, ``distance`` bytes apart, share an element."""
+    import numpy as np
+
+    def describe(tensor: Form, address: int) -> Any:
+        size = tensor.dtype.itemsize
+        strides = tuple(stride * size for stride in tensor.strides)
+        fields = {"shape": tuple(tensor.shape), "strides": strides, "data": (address, True)}
+        array = {**fields, "typestr": f"|V{size}", "version": 3}
+        return np.asarray(SimpleNamespace(__array_interface__=array))
+
+    base = 1 << 60  # any: nothing is read
+    try:
+        found = np.shares_memory(
+            describe(Form(*a), base), describe(Form(*b), base + distance), max_work=1 << 20
+        )
+    except np.exceptions.TooHardError:
+        return False  # strides that no layout of caches has
+    return bool(found)
 
 
 def recogniser(*tensors: torch.Tensor) -> Callable[..., bool]:

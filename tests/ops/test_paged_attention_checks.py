@@ -543,3 +543,25 @@ def test_lists_may_be_tensors_and_arrays():
     batch = PagedBatch.of(np.array([[1, 2], [3, 4]]), torch.tensor([20, 17]))
     assert (batch.block_tables.tolist(), batch.max_seq_len) == ([[1, 2], [3, 4]], 20)
     assert type(batch.max_seq_len) is int
+
+
+VALUES = {
+    "a block out of the pool": ({"block_tables": lambda t: t + 1000}, "block_tables["),
+    "a block before the first": ({"block_tables": lambda t: t - 1000}, "block_tables["),
+    "a negative length": ({"seq_lens": lambda s: -s}, "expected 0 or more"),
+    "a length beyond the bound": ({"seq_lens": lambda s: s * 40}, "max_seq_len is"),
+    "starts in disorder": ({"cu_seqlens_q": lambda s: s.flip(0)}, "cu_seqlens_q[0] is 3"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_reference_checks_values_as_other_implementations_do(name):
+    """It wrapped negative ids around, and took as many keys as the table had."""
+    changes, message = VALUES[name]
+    messages = set()
+    for impl in ("reference", "cpu"):
+        with pytest.raises(ShapeError) as raised:
+            inputs_with(**changes).attend(impl=impl)
+        assert message in str(raised.value)
+        messages.add(str(raised.value))
+    assert len(messages) == 1

@@ -7,7 +7,7 @@ import torch
 
 from pagetile import PagedBatch, ShapeError, explain_paged_attention, paged_attention
 from pagetile.errors import DTypeError
-from pagetile.ops.paged_attention.api import check_lists_on_host
+from pagetile.ops.paged_attention.api import check_on_host
 from pagetile.testing import PagedCase, assert_matches, make_inputs
 from pagetile.tiles.state import AttentionOutput
 
@@ -107,9 +107,10 @@ def test_wrong_lists_are_refused(blocks, message):
 def test_lists_of_a_gpu_are_checked_on_the_host_when_debugging():
     inputs = make_inputs(CASES[0])
     listed = inputs.options["visible_blocks"]
-    check_lists_on_host(inputs.problem, inputs.batch, listed)
+    arguments = inputs.problem, inputs.batch, len(inputs.k_cache)
+    check_on_host(*arguments, listed)
     with pytest.raises(ShapeError, match="visible_blocks"):
-        check_lists_on_host(inputs.problem, inputs.batch, listed.flip(-1))
+        check_on_host(*arguments, listed.flip(-1))
 
 
 def test_lists_have_a_shape_and_a_type():

@@ -169,7 +169,7 @@ def test_sparse_tensors_are_refused(tensors):
     with pytest.raises(UnsupportedError, match=r"q is .*sparse_coo.*to_dense"):
         pagetile.paged_attention(q.to_sparse(), k_cache, v_cache, batch)
     with pytest.raises(UnsupportedError, match=r"source is .*sparse_coo"):
-        pagetile.copy_blocks([k_cache.to_sparse()], [(0, 1)])
+        pagetile.copy_blocks([(k_cache.to_sparse(), v_cache)], [(0, 1)])
 
 
 @pytest.mark.parametrize("call", [copy_blocks, paged_attention_v1, reshape_and_cache])

@@ -103,7 +103,7 @@ def settle_scale(softmax_scale: Any, default: float) -> float:
             "q * softmax_scale for q, and 1.0 for softmax_scale"
         )
     scale = as_number("softmax_scale", default if softmax_scale is None else softmax_scale)
-    if not torch.compiler.is_compiling() and not math.isfinite(scale):
+    if scale - scale != 0:  # infinite or NaN; a compiler knows this of a symbol, too
         raise ShapeError(f"softmax_scale is {scale}, expected a finite number, or None")
     return scale
 

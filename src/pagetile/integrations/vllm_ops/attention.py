@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError, UnsupportedError
 from ...ops.eager import call_uncompiled, check_readable, refuse_observers
-from ...shapes import form, forms
-from .checks import PARTITION_SIZE, BlockSparse, bind_attention, check_values
+from ...shapes import check_device, check_dtype, form, forms, is_debugging
+from .checks import PARTITION_SIZE, BlockSparse, bind_attention, check_outputs, check_values
 from .layout import as_float8
 
 
@@ -182,6 +183,7 @@ def _attend(
     )
     _check_numbers(sparse, max_seq_len, partitions)
     check_values(problem, block_tables, seq_lens, max_seq_len)
+    check_outputs(problem, outputs, query=query, key_cache=key_cache, value_cache=value_cache)
     if not problem.num_seqs:
         return
     run = _find_implementation(query.device, problem.kv_dtype)
@@ -201,17 +203,36 @@ def as_scales(
     """Return the scales as kernels read them, float32 on ``like``'s device; none with "auto"."""
     if kv_cache_dtype == "auto":
         return None, None
-    return _as_scale("k_scale", k_scale, like), _as_scale("v_scale", v_scale, like)
+    return as_scale("k_scale", k_scale, like), as_scale("v_scale", v_scale, like)
 
 
-def _as_scale(name: str, scale: Tensor | float, like: Tensor) -> Tensor:
+def as_scale(name: str, scale: Tensor | float, like: Tensor) -> Tensor:
+    """Return a scale as float32 on ``like``'s device.
+
+    Raises:
+        DTypeError: It is neither a float32 tensor nor a number.
+        ShapeError: It is on another device, or (where its value is known without waiting for a
+            GPU, and under ``PAGETILE_DEBUG=1``) it is not finite and more than 0.
+    """
     if isinstance(scale, Tensor):
-        return scale
-    if not isinstance(scale, (int, float)):
+        check_dtype(name, scale, torch.float32)
+        check_device("the tensors", like.device, **{name: scale})
+        if not (scale.is_cpu or is_debugging()):
+            return scale
+        values = scale.flatten().tolist()
+    elif isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        values = [float(scale)]
+        scale = torch.full((1,), values[0], dtype=torch.float32, device=like.device)
+    else:
         raise DTypeError(
             f"{name} is of type {type(scale).__name__}, expected a float32 tensor or a float"
         )
-    return torch.full((1,), float(scale), dtype=torch.float32, device=like.device)
+    if wrong := [value for value in values if not 0 < value < math.inf]:
+        raise ShapeError(
+            f"{name} is {wrong[0]}, expected a finite number more than 0: keys and values are "
+            "divided by it before they are rounded"
+        )
+    return scale
 
 
 def _check_numbers(sparse: BlockSparse, max_seq_len: int, partitions: Any) -> None:

@@ -14,9 +14,22 @@ from ...ops.copy_blocks import copy_blocks as copy_cache_blocks
 from ...ops.eager import call_uncompiled, check_readable, refuse_observers
 from ...ops.scales import LARGEST_CODE
 from ...ops.write_kv import write_kv
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms, is_debugging
+from ...ops.write_kv.api import check_caches_apart
+from ...shapes import (
+    Form,
+    bind,
+    check_apart,
+    check_device,
+    check_dtype,
+    check_tensors,
+    check_written_once,
+    forms,
+    given,
+    is_debugging,
+    span,
+)
 from ...tiles.types import FLOATS
-from .attention import as_scales, is_interpreting
+from .attention import as_scale, as_scales, is_interpreting
 from .checks import check_packed
 from .layout import FLOAT8, as_float8
 
@@ -78,11 +91,17 @@ def reshape_and_cache(
         key=key, value=value, key_cache=key_cache, value_cache=value_cache,
         slot_mapping=slot_mapping,
     )  # fmt: skip
-    _bind_packed(*tensors)
+    spans = _bind_packed(*tensors)
     check_readable(
         "reshape_and_cache", key=key, value=value, key_cache=key_cache, value_cache=value_cache
     )
     scales = as_scales(kv_cache_dtype, k_scale, v_scale, key)
+    for name, scale in given(k_scale=scales[0], v_scale=scales[1]).items():
+        if scale.numel() != 1:
+            raise ShapeError(
+                f"{name} has shape {list(scale.shape)}, expected one number for the whole cache"
+            )
+    check_caches_apart(key, value, key_cache, value_cache, spans)
     key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
     if key.is_cpu or is_debugging():
         _check_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[3])
@@ -95,7 +114,10 @@ def reshape_and_cache(
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind_packed(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+def _bind_packed(
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any
+) -> tuple[int, ...]:
+    """Check tensors by their forms; return the spans of the first four."""
     key, value, key_cache, value_cache, slot_mapping = (
         Form(*fields) for fields in (key, value, key_cache, value_cache, slot_mapping)
     )
@@ -111,6 +133,8 @@ def _bind_packed(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_ma
         "key", key.device, value=value, key_cache=key_cache, value_cache=value_cache,
         slot_mapping=slot_mapping,
     )  # fmt: skip
+    check_written_once(key_cache=key_cache, value_cache=value_cache)
+    return span(key), span(value), span(key_cache), span(value_cache)
 
 
 def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> None:
@@ -303,7 +327,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
         [3.0, -224.0]
     """
     check_tensors(output=output, input=input)
-    if kv_dtype not in FLOAT8:
+    if not isinstance(kv_dtype, str) or kv_dtype not in FLOAT8:
         raise DTypeError(f"kv_dtype is {kv_dtype!r}, expected one of {', '.join(FLOAT8)}")
     if output.numel() != input.numel():
         raise ShapeError(
@@ -322,7 +346,8 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     check_dtype(wide_name, wide, *FLOATS)
     codes = as_float8(codes_name, codes, kv_dtype).view(-1)
     wide = wide.view(-1)
-    factor = torch.full((), scale, dtype=torch.float32, device=input.device)
+    check_apart("output", output, input=input)
+    factor = as_scale("scale", scale, input).reshape(())
     for start in range(0, wide.numel(), _CHUNK):
         piece = slice(start, start + _CHUNK)
         if is_decoding:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, dtype_name, is_debugging
+from ...shapes import (
+    Form,
+    bind,
+    check_apart,
+    check_device,
+    check_dtype,
+    check_written_once,
+    dtype_name,
+    is_debugging,
+    span,
+)
 from ...tiles.types import FLOATS
 from .layout import bind_packed, packing
 
@@ -21,6 +32,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 """They divide a partition. vLLM's own kernels know the first three."""
 
 LARGEST_HEAD = 256
+
+OUTPUTS = ("out", "exp_sum", "max_logits", "tmp_out")
 
 
 class BlockSparse(NamedTuple):
@@ -51,6 +64,8 @@ class Problem:
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     """float8 for caches of uint8."""
+    spans: dict[str, int] = field(default_factory=dict, compare=False)
+    """Bytes from the first to the last element of tensors, by the names of the arguments."""
 
     @property
     def group(self) -> int:
@@ -176,10 +191,31 @@ def bind_attention(
                 f"{name} has strides {list(tensor.strides)}, expected a contiguous last dimension"
             )
     check_device("query", query.device, **others)
+    check_written_once(**{name: others[name] for name in OUTPUTS})
+    known = {name: span(tensor) for name, tensor in others.items() if tensor is not None}
     return Problem(
         sizes["num_seqs"], sizes["num_heads"], num_kv_heads, sizes["head_size"], block_size,
-        sizes["num_blocks"], query.dtype, key_cache.dtype,
+        sizes["num_blocks"], query.dtype, key_cache.dtype, {**known, "query": span(query)},
     )  # fmt: skip
+
+
+def check_outputs(problem: Problem, outputs: Sequence[Tensor], **others: Tensor) -> None:
+    """Raise ShapeError if an output shares memory with another tensor of a call.
+
+    Args:
+        problem: The call's.
+        outputs: The first of ``OUTPUTS``, or all of them.
+        **others: What is read.
+    """
+    named = dict(zip(OUTPUTS, outputs, strict=False))
+    while named:
+        name, output = named.popitem()
+        start = output.data_ptr()
+        end = start + problem.spans[name]
+        for other, tensor in (named | others).items():
+            at = tensor.data_ptr()
+            if at < end and start < at + problem.spans[other]:
+                check_apart(name, output, **{other: tensor})
 
 
 def _check_types(query: Form, key_cache: Form, out: Form, tmp_out: Form | None) -> None:

@@ -49,7 +49,7 @@ def as_float8(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
     """
     if kv_cache_dtype == "auto":
         return cache
-    wanted = FLOAT8.get(kv_cache_dtype)
+    wanted = FLOAT8.get(kv_cache_dtype) if isinstance(kv_cache_dtype, str) else None
     if wanted is None:
         raise DTypeError(
             f"kv_cache_dtype is {kv_cache_dtype!r}, expected 'auto' or one of {', '.join(FLOAT8)}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,17 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...errors import DTypeError, ShapeError
-from ...shapes import Form, bind, check_device, check_dtype, check_tensors, forms
+from ...shapes import (
+    Form,
+    bind,
+    check_device,
+    check_dtype,
+    check_tensors,
+    check_written_once,
+    forms,
+    share_memory,
+    span,
+)
 from ..dispatch import choose
 from ..eager import call_uncompiled, check_readable, refuse_observers
 from .problem import Problem
@@ -71,14 +83,16 @@ def copy_blocks(
         if len(pair) != 2:
             raise ShapeError(f"caches has a tuple of {len(pair)}, expected (source, destination)")
     groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    spans = []
     for source, destination in pairs:
         if isinstance(source, list):
             raise DTypeError("caches has a list, expected tensors, or tuples (source, destination)")
         both = forms(cache=source, destination=destination)
-        module = _dispatch(*both, _is_pinned(source, destination), impl)
+        module, *both_spans = _dispatch(*both, _is_pinned(source, destination), impl)
         _check_blocks(source.shape[0], destination.shape[0], bounds)
         groups.setdefault(module, []).append((source, destination))
-    _check_addresses(pairs)
+        spans.append(both_spans)
+    _check_apart(pairs, spans)
     for module, group in groups.items():
         module.run(group, src_to_dst)
 
@@ -98,21 +112,33 @@ def _as_pairs(src_to_dst: Any) -> Tensor:
     return pairs
 
 
-def _check_addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    try:
-        places = [(source.data_ptr(), to.data_ptr()) for source, to in pairs if to.numel()]
-    except RuntimeError:
-        places = [(0, 0)]
-    if any(0 in place for place in places):
-        for source, destination in pairs:
-            check_readable("copy_blocks", source=source, destination=destination)
-    written = {destination for _, destination in places}
-    is_read = any(source in written and source != to for source, to in places)
-    if len(written) < len(places) or is_read:
-        raise ShapeError(
-            "caches has one that is written by two entries, or written by one and read by another: "
-            "call copy_blocks once for each, in the order that is meant"
-        )
+def _check_apart(pairs: Sequence[tuple[Tensor, Tensor]], spans: Sequence[Sequence[int]]) -> None:
+    """Raise ShapeError if an entry writes what another one reads or writes."""
+    memory = []
+    for entry, ((source, to), (span_read, span_written)) in enumerate(
+        zip(pairs, spans, strict=True)
+    ):
+        try:
+            read, written = source.data_ptr(), to.data_ptr()
+        except RuntimeError:
+            read = written = 0
+        if not (read and written):
+            check_readable("copy_blocks", source=source, destination=to)
+            continue  # on meta, or empty
+        memory.append((written, written + span_written, entry, True, to))
+        if source is not to:
+            memory.append((read, read + span_read, entry, False, source))
+    memory.sort(key=itemgetter(0))
+    for at, (_, end, entry, is_written, tensor) in enumerate(memory, 1):
+        for start, _, other_entry, is_also, other in itertools.islice(memory, at, None):
+            if start >= end:
+                break
+            if entry != other_entry and (is_written or is_also) and share_memory(tensor, other):
+                raise ShapeError(
+                    "caches has one that is written by two entries, or written by one and read by "
+                    "another, in whole or in part: call copy_blocks once for each, in the order "
+                    "that is meant"
+                )
 
 
 def _is_pinned(source: Tensor, destination: Tensor) -> bool:
@@ -124,7 +150,7 @@ def _is_pinned(source: Tensor, destination: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _dispatch(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
-    """Check caches of these forms, and choose the module that copies between them."""
+    """Check caches of these forms; return the module that copies between them, and their spans."""
     source, destination = Form(*source), Form(*destination)
     for cache in (source, destination):
         if not cache.shape:
@@ -137,8 +163,10 @@ def _dispatch(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
         )
     is_on_gpu = source.device.type == "cuda"
     device = DeviceInfo.of(source.device if is_on_gpu else destination.device)
+    check_written_once(destination=destination)
     problem = Problem(source, destination, is_pinned)
-    return choose(__package__, IMPLEMENTATIONS, problem, device, impl)
+    module = choose(__package__, IMPLEMENTATIONS, problem, device, impl)
+    return module, span(source), span(destination)
 
 
 def _bound(src_to_dst: Tensor) -> tuple[list[int], list[int]]:

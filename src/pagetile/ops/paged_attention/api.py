@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,15 +157,15 @@ def paged_attention(
             scale = default_scale(q) if softmax_scale is None else softmax_scale
             arguments = Arguments(q, k_cache, v_cache, batch, scale, *numbers, *optional)
             call = _find_call(arguments, plan, impl, key)
-        if is_debugging() and q.is_cuda:
-            check_on_host(call.problem, batch, call.num_blocks)
-            if visible_blocks is not None:
-                check_lists_on_host(call.problem, batch, visible_blocks)
+        if out is not None:
+            call.check_out(out, q=q, k_cache=k_cache, v_cache=v_cache)
         scale = call.softmax_scale if softmax_scale is None else softmax_scale
         # Arguments._make, without the function call.
         arguments = tuple.__new__(
             Arguments, (q, k_cache, v_cache, batch, scale, *numbers, *optional)
         )
+        if is_debugging() and q.is_cuda:
+            check_on_host(call.problem, batch, call.num_blocks, visible_blocks)
         result = call.run(arguments)
         return result
     except (AttributeError, TypeError, RuntimeError):  # look closer after a failure only: faster
@@ -219,7 +220,23 @@ def _dispatch(form: CallForm, plan: Plan | None, impl: str) -> CachedCall:
             return CachedCall(form, problem, run)
     name, module = choose_implementation(problem, device, impl)
     check_plan(plan, impl, runs=name)
-    return CachedCall(form, problem, module.prepare(problem, form, plan))
+    run = module.prepare(problem, form, plan)
+    if name == "reference":
+        run = functools.partial(_run_reference, problem, form.k_cache.shape[0], run)
+    return CachedCall(form, problem, run)
+
+
+def _run_reference(
+    problem: Problem,
+    num_blocks: int,
+    run: Callable[[Arguments], AttentionOutput],
+    call: Arguments,
+) -> AttentionOutput:
+    """Check the values as other implementations do; it waits for a GPU anyway."""
+    check_on_host(problem, call.batch, num_blocks, call.visible_blocks)
+    if call.batch.shared_prefixes is not None:
+        check_prefixes_on_host(problem, call.batch, call.batch.shared_prefixes)
+    return run(call)
 
 
 def _run_shared(problem: Problem, impl: str, call: Arguments) -> AttentionOutput:
@@ -254,10 +271,12 @@ def _warn_of_no_gradient() -> None:
     )
 
 
-def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
-    """Raise ShapeError for a length or block id out of the tensors' bounds; waits for a GPU."""
+def check_on_host(
+    problem: Problem, batch: PagedBatch, num_blocks: int, visible_blocks: Tensor | None = None
+) -> None:
+    """Raise ShapeError for a length or block out of the tensors' bounds; waits for a GPU."""
     from ...tiles.cpu.arrays import flat
-    from .value_checks import check_values
+    from .value_checks import check_values, check_visible_blocks
 
     host = dataclasses.replace(
         batch,
@@ -269,13 +288,8 @@ def check_on_host(problem: Problem, batch: PagedBatch, num_blocks: int) -> None:
         problem, host, num_blocks, block_tables=flat(host.block_tables),
         seq_lens=host.seq_lens.numpy(), cu_seqlens_q=host.cu_seqlens_q.numpy(),
     )  # fmt: skip
-
-
-def check_lists_on_host(problem: Problem, batch: PagedBatch, visible_blocks: Tensor) -> None:
-    """Raise ShapeError for a list of visible blocks that is not valid; waits for a GPU."""
-    from .value_checks import check_visible_blocks
-
-    check_visible_blocks(visible_blocks.cpu(), batch.seq_lens.cpu(), problem.block_size)
+    if visible_blocks is not None:
+        check_visible_blocks(visible_blocks.cpu(), host.seq_lens, problem.block_size)
 
 
 def check_prefixes_on_host(problem: Problem, batch: PagedBatch, shared: SharedPrefixes) -> None:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError, UnsupportedError
-from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, check_tensors, given
+from ...shapes import (
+    bind,
+    check_contiguous_rows,
+    check_device,
+    check_dtype,
+    check_tensors,
+    check_written_once,
+    given,
+)
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import (
@@ -118,6 +126,7 @@ def validate(form: CallForm) -> Problem:
         sinks=(form.sinks, "num_heads"),
         visible_blocks=(form.visible_blocks, "num_seqs num_kv_heads max_visible"),
     )
+    check_written_once(out=form.out)
     length = bind(cu_seqlens_q=(form.cu_seqlens_q, "length"))["length"]
     if length != sizes["num_seqs"] + 1:
         raise ShapeError(

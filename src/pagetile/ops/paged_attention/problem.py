@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...shapes import Form, form, recogniser
+from ...shapes import Form, check_apart, form, recogniser, span
 from ...tiles.state import AttentionOutput
 from .batch import PagedBatch
 
@@ -170,7 +170,9 @@ class Problem:
 class CachedCall:
     """A validated form of call, and the prepared function that runs it."""
 
-    __slots__ = ("_alignment", "_has_same_form", "num_blocks", "problem", "run", "softmax_scale")
+    __slots__ = (
+        "_alignment", "_has_same_form", "_spans", "num_blocks", "problem", "run", "softmax_scale",
+    )  # fmt: skip
 
     def __init__(
         self, form: CallForm, problem: Problem, run: Callable[[Arguments], AttentionOutput]
@@ -179,6 +181,8 @@ class CachedCall:
         self._has_same_form: Callable[..., bool] | None = None
         self.problem, self.run, self.softmax_scale = problem, run, form.softmax_scale
         self.num_blocks = form.k_cache.shape[0]
+        named = {"out": form.out, "q": form.q, "k_cache": form.k_cache, "v_cache": form.v_cache}
+        self._spans = {name: span(tensor) for name, tensor in named.items() if tensor is not None}
 
     def matches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
         """Return whether a call that may differ in these arguments only has this form.
@@ -187,6 +191,15 @@ class CachedCall:
         """
         is_same = self._has_same_form is not None and self._has_same_form(q, k_cache, v_cache)
         return is_same and self._alignment == alignment(q, k_cache, v_cache, out)
+
+    def check_out(self, out: Tensor, **read: Tensor) -> None:
+        """Raise ShapeError if ``out`` shares memory with q or a cache of a call of this form."""
+        start = out.data_ptr()
+        end = start + self._spans["out"]
+        for name, tensor in read.items():
+            at = tensor.data_ptr()
+            if at < end and start < at + self._spans[name]:
+                check_apart("out", out, **{name: tensor})
 
     def record(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Match calls whose arguments are like these, which have this form."""

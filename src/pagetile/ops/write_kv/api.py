@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,16 @@ from ...errors import ShapeError
 from ...shapes import (
     Form,
     bind,
+    check_apart,
     check_contiguous_rows,
     check_device,
     check_dtype,
     check_tensors,
+    check_written_once,
     forms,
     given,
     is_debugging,
+    span,
 )
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_cache_layout
@@ -96,19 +100,25 @@ def write_kv(
     if torch._C._are_functorch_transforms_active():
         check_readable("write_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    module = _dispatch(*tensors, impl)
+    module, *spans = _dispatch(*tensors, impl)
     if k_cache is v_cache and k.data_ptr() != v.data_ptr():
         raise ShapeError(
             "k_cache and v_cache are the same tensor, so values would overwrite keys: pass two"
         )
     if k_scale is not None or v_scale is not None:
         check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
+        if k_scale is v_scale and k_scale.dim() == 3:
+            raise ShapeError(
+                "k_scale and v_scale are the same tensor, but the new tokens' scales are written "
+                "to each: pass two"
+            )
     scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
     if is_operator:
         write(*operands, k_scale, v_scale, impl)
         return
     if slot_mapping.device.type == "cpu" or is_debugging():
         _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])
+    check_caches_apart(k, v, k_cache, v_cache, spans)
     try:
         module.run(*operands, *scales)
     except RuntimeError:
@@ -118,7 +128,7 @@ def write_kv(
 
 @functools.lru_cache(maxsize=1024)
 def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str) -> Any:
-    """Check tensors by their forms, and choose the implementation."""
+    """Check tensors by their forms; return the implementation, and the spans of the first four."""
     k, v, k_cache, v_cache, slot_mapping = (
         Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
     )
@@ -134,6 +144,7 @@ def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, imp
         if sizes[name] % 8:
             raise ShapeError(f"{name} is {sizes[name]}, expected a multiple of 8")
     check_contiguous_rows(k_cache=k_cache, v_cache=v_cache)
+    check_written_once(k_cache=k_cache, v_cache=v_cache)
     check_dtype("k", k, *ALL_FLOATS)
     check_dtype("v", v, k.dtype)
     check_cache_dtype("k_cache", k_cache)
@@ -141,7 +152,27 @@ def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, imp
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     types = (k.dtype, k_cache.dtype)
-    return choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
+    module = choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
+    return module, span(k), span(v), span(k_cache), span(v_cache)
+
+
+def check_caches_apart(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, spans: Sequence[int]
+) -> None:
+    """Raise ShapeError if a cache shares memory with the other one or with what is written to it.
+
+    One memory for both is fine where keys and values begin at one address, too: values may be the
+    first columns of the keys.
+    """
+    k_span, v_span, k_cache_span, v_cache_span = spans
+    new_k, new_v, to_k, to_v = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+    k_end, v_end = to_k + k_cache_span, to_v + v_cache_span
+    if to_v < k_end and to_k < v_end and (to_k != to_v or new_k != new_v):
+        check_apart("k_cache", k_cache, v_cache=v_cache)
+    if (new_k < k_end and to_k < new_k + k_span) or (new_v < k_end and to_k < new_v + v_span):
+        check_apart("k_cache", k_cache, k=k, v=v)
+    if (new_k < v_end and to_v < new_k + k_span) or (new_v < v_end and to_v < new_v + v_span):
+        check_apart("v_cache", v_cache, k=k, v=v)
 
 
 def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
