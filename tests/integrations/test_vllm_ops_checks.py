@@ -167,3 +167,97 @@ def test_reshape_and_cache(changes, error, message):
     with pytest.raises(error, match=message):
         vllm_ops.reshape_and_cache(*call.values())
     assert not call["key_cache"].any()
+
+
+def write_flash(name, scale):
+    cache = torch.zeros(2, 16, 2, 64, dtype=torch.uint8)
+    call_cache_operator(vllm_ops.reshape_and_cache_flash, name, scale, cache, cache.clone())
+
+
+def write_packed(name, scale):
+    caches = vllm_ops.pack_cache(*torch.zeros(2, 2, 16, 2, 64, dtype=torch.uint8))
+    call_cache_operator(vllm_ops.reshape_and_cache, name, scale, *caches)
+
+
+def call_cache_operator(operator, name, scale, *caches):
+    new, scales = torch.ones(1, 2, 64), {"k_scale": 1.0, "v_scale": 1.0, name: scale}
+    try:
+        operator(new, new, *caches, torch.tensor([3]), "fp8", **scales)
+    finally:
+        assert not any(cache.any() for cache in caches)
+
+
+def attend_with(name, scale):
+    fp8 = {"kv_cache_dtype": "fp8", **caches(torch.uint8)}
+    vllm_ops.paged_attention_v2(**arguments(**fp8, **{name: scale}))
+
+
+SCALES = {
+    "zero": (0.0, ShapeError, "finite number more than 0"),
+    "negative": (-0.5, ShapeError, "finite number more than 0"),
+    "NaN": (float("nan"), ShapeError, "finite number more than 0"),
+    "infinite": (torch.tensor([float("inf")]), ShapeError, "finite number more than 0"),
+    "a tensor of zero": (torch.zeros(()), ShapeError, "finite number more than 0"),
+    "float64": (torch.ones(1, dtype=torch.float64), DTypeError, "is float64, expected float32"),
+    "elsewhere": (torch.ones(1, device="meta"), ShapeError, "is on meta"),
+    "of a wrong size": (torch.ones(3), ShapeError, "scale"),
+    "a list": ([1.0], DTypeError, "is of type list"),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("call", [write_flash, write_packed, attend_with])
+def test_scales_are_one_float32_number_more_than_0(call, name, scale):
+    value, error, message = SCALES[scale]
+    with pytest.raises(error, match=message) as raised:
+        call(name, value)
+    assert isinstance(raised.value, PagetileError)
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), torch.tensor(-1.0), None])
+def test_a_conversion_takes_a_scale_more_than_0(scale):
+    codes = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises((ShapeError, DTypeError), match="scale is"):
+        vllm_ops.convert_fp8(codes, torch.ones(4), scale)
+    assert not codes.any()
+
+
+@pytest.mark.parametrize("name", [None, ["fp8"], 8, "fp4"])
+def test_an_unknown_cache_type_is_named_whatever_it_is(name):
+    fp8 = {**caches(torch.uint8), "kv_cache_dtype": name}
+    with pytest.raises(DTypeError, match="kv_cache_dtype is"):
+        vllm_ops.paged_attention_v2(**arguments(**fp8))
+    with pytest.raises(DTypeError, match="kv_dtype is"):
+        vllm_ops.convert_fp8(torch.zeros(4, dtype=torch.uint8), torch.ones(4), 1.0, name)
+
+
+def test_outputs_and_caches_that_share_memory_are_refused():
+    memory = torch.zeros(3, HEADS, SIZE)
+    with pytest.raises(ShapeError, match=r"out is written.* query"):
+        vllm_ops.paged_attention_v2(**arguments(out=memory, query=memory))
+    sums = torch.zeros(3, HEADS, 3)
+    with pytest.raises(ShapeError, match=r"max_logits is written.* exp_sum"):
+        vllm_ops.paged_attention_v2(**arguments(exp_sum=sums[..., :2], max_logits=sums[..., 1:]))
+    with pytest.raises(ShapeError, match=r"out is written.*strides"):
+        vllm_ops.paged_attention_v2(**arguments(out=memory[:1].expand(3, -1, -1)))
+    key_cache, value_cache = caches().values()
+    new, slots = torch.ones(1, KV_HEADS, SIZE), torch.tensor([3])
+    inside = value_cache[:1].view(-1)[: new.numel()].view(new.shape)
+    with pytest.raises(ShapeError, match=r"v_cache is written.* k:"):
+        vllm_ops.reshape_and_cache(inside, new, key_cache, value_cache, slots, "auto", 1.0, 1.0)
+    flat = value_cache.view(key_cache.shape)
+    with pytest.raises(ShapeError, match=r"k_cache is written.* v_cache"):
+        vllm_ops.reshape_and_cache(new, new, flat, value_cache, slots, "auto", 1.0, 1.0)
+    assert not value_cache.any()
+    blocks = torch.zeros(8, 16)
+    with pytest.raises(ShapeError, match="in whole or in part"):
+        vllm_ops.copy_blocks([blocks[:5]], [blocks[4:]], torch.tensor([[0, 1]]))
+
+
+def test_blocks_are_swapped_within_one_memory_as_they_were():
+    memory = torch.arange(6.0).repeat_interleave(4)
+    src, dst = memory[:16], memory[8:]  # blocks 0 to 3, and 2 to 5
+    vllm_ops.swap_blocks(src, dst, 16, torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]]))
+    assert memory.view(6, 4)[:, 0].tolist() == [0, 1, 0, 1, 2, 3]

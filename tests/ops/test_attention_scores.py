@@ -382,3 +382,14 @@ def test_observers_see_torchs_operations():
     torch.testing.assert_close(found, torch.stack([attention_scores(*x) for x in zip(q, k)]))  # noqa: B905
     with FakeTensorMode():
         assert attention_scores(*torch.randn(2, 1, 2, 5, 16)).shape == (1, 2, 5, 5)
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_a_compiled_call_refuses_a_scale_that_is_not_finite(scale):
+    """It returned infinities and NaN."""
+    q = torch.randn(1, 2, 16, 16)
+    compiled = torch.compile(lambda q, s: attention_scores(q, q, softmax_scale=s), backend="eager")
+    torch.testing.assert_close(compiled(q, 0.5), q @ q.mT * 0.5)
+    torch.testing.assert_close(compiled(q, 0.25), q @ q.mT * 0.25)
+    with pytest.raises(ShapeError, match=r"softmax_scale is .* expected a finite number"):
+        compiled(q, scale)

@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, and those who trace calls: right, or refused with advice."""
+"""Tensors without memory of their own, and calls that are traced: right, or refused with advice."""
 
 from contextlib import nullcontext
 

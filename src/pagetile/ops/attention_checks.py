@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral
 from typing import Any
 
@@ -103,7 +104,7 @@ def settle_scale(softmax_scale: Any, default: float) -> float:
             "q * softmax_scale for q, and 1.0 for softmax_scale"
         )
     scale = as_number("softmax_scale", default if softmax_scale is None else softmax_scale)
-    if scale - scale != 0:  # infinite or NaN; a compiler knows this of a symbol, too
+    if not abs(scale) <= sys.float_info.max:  # unlike isfinite(), a compiler guards this
         raise ShapeError(f"softmax_scale is {scale}, expected a finite number, or None")
     return scale
 

@@ -8,15 +8,25 @@ about 2 microseconds on a CPU.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from ...errors import ShapeError
-from ...tiles.cpu.compile import entry
 from .batch import PagedBatch
 from .problem import Problem
+
+try:
+    from ...tiles.cpu.compile import entry
+except ImportError:  # without Numba the reference runs, and this as Python
+
+    def entry() -> Callable[[Callable[..., Any]], Any]:
+        """Leave a function as it is."""
+        return lambda function: function
+
 
 _Integers = npt.NDArray[np.int32]
 

@@ -161,14 +161,16 @@ def check_caches_apart(
 ) -> None:
     """Raise ShapeError if a cache shares memory with the other one or with what is written to it.
 
-    One memory for both is fine where keys and values begin at one address, too: values may be the
-    first columns of the keys.
+    One memory for both is fine where keys and values are one, too: values may be the first columns
+    of the keys.
     """
     k_span, v_span, k_cache_span, v_cache_span = spans
     new_k, new_v, to_k, to_v = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     k_end, v_end = to_k + k_cache_span, to_v + v_cache_span
-    if to_v < k_end and to_k < v_end and (to_k != to_v or new_k != new_v):
-        check_apart("k_cache", k_cache, v_cache=v_cache)
+    if to_v < k_end and to_k < v_end:
+        is_one = to_k == to_v and k_cache.stride() == v_cache.stride()
+        if not (is_one and new_k == new_v and k.stride() == v.stride()):
+            check_apart("k_cache", k_cache, v_cache=v_cache)
     if (new_k < k_end and to_k < new_k + k_span) or (new_v < k_end and to_k < new_v + v_span):
         check_apart("k_cache", k_cache, k=k, v=v)
     if (new_k < v_end and to_v < new_k + k_span) or (new_v < v_end and to_v < new_v + v_span):

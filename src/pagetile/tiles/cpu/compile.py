@@ -62,8 +62,8 @@ class _KernelCache(FunctionCache):
     """Compiled kernels on disk, a file for each kernel and types: a digest, and what it is of.
 
     Numba keeps an index of numbered files. Of two processes that compile one kernel at once, for
-    other types each, both take the next number, and whoever reads the index afterwards runs the one
-    kernel for the other's types. It also fails where a file is damaged or cannot be read.
+    other types each, both take the next number, and the next process runs the one kernel for the
+    other's types. It also fails where a file is damaged or cannot be read.
 
     Numba compares the one file that the kernel stands in: after an update of the package in place
     it would go on with old helpers. Here the digest covers all sources. It is compared before
