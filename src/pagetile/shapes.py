@@ -83,10 +83,9 @@ def check_written_once(**tensors: Form | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None or 0 in tensor.shape:
             continue
-        pairs = zip(tensor.strides, tensor.shape, strict=True)
         reach = 0  # of the dimensions whose steps are shorter
-        for stride, size in sorted((stride, size) for stride, size in pairs if size > 1):
-            if stride <= reach:
+        for stride, size in sorted(zip(tensor.strides, tensor.shape, strict=True)):
+            if size > 1 and stride <= reach:
                 raise ShapeError(
                     f"{name} is written, but its strides {list(tensor.strides)} put several "
                     f"elements of {list(tensor.shape)} at one address, as expand() does: pass "

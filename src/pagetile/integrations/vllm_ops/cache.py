@@ -14,7 +14,7 @@ from ...ops.copy_blocks import copy_blocks as copy_cache_blocks
 from ...ops.eager import call_uncompiled, check_readable, refuse_observers
 from ...ops.scales import LARGEST_CODE
 from ...ops.write_kv import write_kv
-from ...ops.write_kv.api import check_caches_apart
+from ...ops.write_kv.api import CacheSpans, check_caches_apart
 from ...shapes import (
     Form,
     bind,
@@ -26,7 +26,6 @@ from ...shapes import (
     forms,
     given,
     is_debugging,
-    span,
 )
 from ...tiles.types import FLOATS
 from .attention import as_scale, as_scales, is_interpreting
@@ -116,8 +115,8 @@ def reshape_and_cache(
 @functools.lru_cache(maxsize=1024)
 def _bind_packed(
     key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any
-) -> tuple[int, ...]:
-    """Check tensors by their forms; return the spans of the first four."""
+) -> CacheSpans:
+    """Check tensors by their forms; return spans of the first four."""
     key, value, key_cache, value_cache, slot_mapping = (
         Form(*fields) for fields in (key, value, key_cache, value_cache, slot_mapping)
     )
@@ -134,7 +133,7 @@ def _bind_packed(
         slot_mapping=slot_mapping,
     )  # fmt: skip
     check_written_once(key_cache=key_cache, value_cache=value_cache)
-    return span(key), span(value), span(key_cache), span(value_cache)
+    return CacheSpans.of(key, value, key_cache, value_cache)
 
 
 def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> None:

@@ -93,7 +93,8 @@ def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) 
     if impl == "auto" and has_dispatch_observers(q, k):
         # The reference consists of torch operations, which every observer can record.
         return reference.run(_validate(q, k, scale, has_gradient), q, k, scale)
-    check_readable("attention_scores", q=q, k=k)
+    if q.is_neg() or k.is_neg() or torch._C._are_functorch_transforms_active():
+        check_readable("attention_scores", q=q, k=k)
     call = _prepare(form(q), form(k), scale, has_gradient, impl)
     if q is given_q and k is given_k and not in_forward_mode():
         key = q.shape, scale, impl

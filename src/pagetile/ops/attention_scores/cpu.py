@@ -120,14 +120,13 @@ def prepare(
         return lambda q, k: q.new_empty(shape)
     like = flat(torch.empty(0, dtype=dtype, device="cpu"))
     strides = *q.strides[:3], *k.strides[:3]
-    allocate = functools.partial(torch.empty, *shape, dtype=dtype, device="cpu")
 
     @functools.cache
     def size(num_threads: int) -> np.ndarray:
         return np.array([*_cut(problem, num_threads), *strides], np.int64)
 
     def run(q: Tensor, k: Tensor) -> Tensor:
-        scores = allocate()
+        scores = q.new_empty(shape)
         num_threads = DeviceInfo.of(q.device).num_workers if work > _SMALL else 1
         run_together(
             _run, num_threads, scores.data_ptr(), q.data_ptr(), k.data_ptr(), like,

@@ -158,7 +158,7 @@ def paged_attention(
             arguments = Arguments(q, k_cache, v_cache, batch, scale, *numbers, *optional)
             call = _find_call(arguments, plan, impl, key)
         if out is not None:
-            call.check_out(out, q=q, k_cache=k_cache, v_cache=v_cache)
+            call.check_out(out, q, k_cache, v_cache)
         scale = call.softmax_scale if softmax_scale is None else softmax_scale
         # Arguments._make, without the function call.
         arguments = tuple.__new__(

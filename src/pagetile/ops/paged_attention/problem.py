@@ -181,8 +181,8 @@ class CachedCall:
         self._has_same_form: Callable[..., bool] | None = None
         self.problem, self.run, self.softmax_scale = problem, run, form.softmax_scale
         self.num_blocks = form.k_cache.shape[0]
-        named = {"out": form.out, "q": form.q, "k_cache": form.k_cache, "v_cache": form.v_cache}
-        self._spans = {name: span(tensor) for name, tensor in named.items() if tensor is not None}
+        tensors = form.out or form.q, form.q, form.k_cache, form.v_cache
+        self._spans = [span(tensor) for tensor in tensors]
 
     def matches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
         """Return whether a call that may differ in these arguments only has this form.
@@ -192,14 +192,15 @@ class CachedCall:
         is_same = self._has_same_form is not None and self._has_same_form(q, k_cache, v_cache)
         return is_same and self._alignment == alignment(q, k_cache, v_cache, out)
 
-    def check_out(self, out: Tensor, **read: Tensor) -> None:
+    def check_out(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Raise ShapeError if ``out`` shares memory with q or a cache of a call of this form."""
-        start = out.data_ptr()
-        end = start + self._spans["out"]
-        for name, tensor in read.items():
-            at = tensor.data_ptr()
-            if at < end and start < at + self._spans[name]:
-                check_apart("out", out, **{name: tensor})
+        start, (size, q_size, k_size, v_size) = out.data_ptr(), self._spans
+        if (
+            -q_size < q.data_ptr() - start < size
+            or -k_size < k_cache.data_ptr() - start < size
+            or -v_size < v_cache.data_ptr() - start < size
+        ):
+            check_apart("out", out, q=q, k_cache=k_cache, v_cache=v_cache)
 
     def record(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Match calls whose arguments are like these, which have this form."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from ...shapes import (
     check_dtype,
     check_tensors,
     check_written_once,
-    forms,
+    form,
     given,
     is_debugging,
     span,
@@ -30,7 +29,7 @@ from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_cache_layout
 from ..dispatch import choose
 from ..eager import check_readable, needs_operator
-from ..scales import bind_scales, check_cache_dtype
+from ..scales import LARGEST_CODE, bind_scales, check_cache_dtype
 from .operator import write
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -99,12 +98,17 @@ def write_kv(
         return
     if torch._C._are_functorch_transforms_active():
         check_readable("write_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    tensors = forms(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    module, *spans = _dispatch(*tensors, impl)
+    try:
+        tensors = form(k), form(v), form(k_cache), form(v_cache), form(slot_mapping)
+    except AttributeError:  # checked only after a failure, to keep calls fast
+        check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+        raise
+    module, spans = _dispatch(*tensors, impl)
     if k_cache is v_cache and k.data_ptr() != v.data_ptr():
         raise ShapeError(
             "k_cache and v_cache are the same tensor, so values would overwrite keys: pass two"
         )
+    scales: tuple[Tensor | None, ...] = k_scale, v_scale
     if k_scale is not None or v_scale is not None:
         check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
         if k_scale is v_scale and k_scale.dim() == 3:
@@ -112,7 +116,8 @@ def write_kv(
                 "k_scale and v_scale are the same tensor, but the new tokens' scales are written "
                 "to each: pass two"
             )
-    scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
+    if spans.has_scales or k_scale is not None or v_scale is not None:
+        scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
     if is_operator:
         write(*operands, k_scale, v_scale, impl)
         return
@@ -128,7 +133,7 @@ def write_kv(
 
 @functools.lru_cache(maxsize=1024)
 def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, impl: str) -> Any:
-    """Check tensors by their forms; return the implementation, and the spans of the first four."""
+    """Check tensors by their forms; return the implementation, and spans of the first four."""
     k, v, k_cache, v_cache, slot_mapping = (
         Form(*fields) for fields in (k, v, k_cache, v_cache, slot_mapping)
     )
@@ -153,24 +158,43 @@ def _dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, imp
     check_device("k", k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
     types = (k.dtype, k_cache.dtype)
     module = choose(__package__, IMPLEMENTATIONS, types, DeviceInfo.of(k.device), impl)
-    return module, span(k), span(v), span(k_cache), span(v_cache)
+    return module, CacheSpans.of(k, v, k_cache, v_cache)
+
+
+class CacheSpans(NamedTuple):
+    """Bytes from the first to the last element of tensors of some forms."""
+
+    k: int
+    v: int
+    k_cache: int
+    v_cache: int
+    has_scales: bool
+    known: set[int]
+    """Distances between two caches of these forms that have no element in common."""
+
+    @staticmethod
+    def of(k: Form, v: Form, k_cache: Form, v_cache: Form) -> CacheSpans:
+        """Describe the tensors of a call."""
+        has_scales = k_cache.dtype in LARGEST_CODE
+        return CacheSpans(span(k), span(v), span(k_cache), span(v_cache), has_scales, set())
 
 
 def check_caches_apart(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, spans: Sequence[int]
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, spans: CacheSpans
 ) -> None:
     """Raise ShapeError if a cache shares memory with the other one or with what is written to it.
 
     One memory for both is fine where keys and values are one, too: values may be the first columns
     of the keys.
     """
-    k_span, v_span, k_cache_span, v_cache_span = spans
+    k_span, v_span, k_cache_span, v_cache_span, _, known = spans
     new_k, new_v, to_k, to_v = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     k_end, v_end = to_k + k_cache_span, to_v + v_cache_span
-    if to_v < k_end and to_k < v_end:
+    if to_v < k_end and to_k < v_end and to_v - to_k not in known:
         is_one = to_k == to_v and k_cache.stride() == v_cache.stride()
         if not (is_one and new_k == new_v and k.stride() == v.stride()):
             check_apart("k_cache", k_cache, v_cache=v_cache)
+            known.add(to_v - to_k)
     if (new_k < k_end and to_k < new_k + k_span) or (new_v < k_end and to_k < new_v + v_span):
         check_apart("k_cache", k_cache, k=k, v=v)
     if (new_k < v_end and to_v < new_k + k_span) or (new_v < v_end and to_v < new_v + v_span):

@@ -64,7 +64,7 @@ def supports(problem, device):
 def forward(problem, x):
     """Convert the inputs, split the windows into parts, and run the parts on threads."""
     inputs, num_threads = _kernel_inputs(problem, x)
-    out = _empty_rows(problem, problem.dtype)
+    out = _empty_rows(problem, x.q, problem.dtype)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     run_together(attend, num_threads, flat(out), flat(lse), inputs)
     return AttentionOutput(out.transpose(1, 2), lse)
@@ -75,7 +75,7 @@ def backward(problem, x, out, lse, dout, dlse):
     inputs, num_threads = _kernel_inputs(problem, x)
     # float16 gradients are clamped to its range before they are rounded.
     kept = torch.float32 if problem.dtype == torch.float16 else problem.dtype
-    dq, dk, dv = (_empty_rows(problem, kept) for _ in range(3))
+    dq, dk, dv = (_empty_rows(problem, x.q, kept) for _ in range(3))
     size = inputs.table_size if x.bias is None else problem.num_tokens**2
     table_shape = (inputs.parts, problem.num_heads, size)
     dtable = x.q.new_zeros(table_shape, dtype=torch.float32)
@@ -113,23 +113,23 @@ def _float_array(parameter):
     return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
 
 
-def _empty_rows(problem, dtype):
+def _empty_rows(problem, q, dtype):
     shape = problem.num_windows, problem.num_tokens, problem.num_heads, problem.head_size
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return q.new_empty(shape, dtype=dtype)
 
 
 def _kernel_inputs(problem, x):
     """The inputs of the kernels, and how many threads the work is worth."""
     q, k, v = map(_with_rows, (x.q, x.k, x.v))
-    offsets = (
-        torch.arange(problem.num_tokens, device="cpu") if x.rel_offsets is None else x.rel_offsets
-    )
+    offsets = np.arange(problem.num_tokens, dtype=np.int64)
+    if x.rel_offsets is not None:
+        offsets = x.rel_offsets.to(torch.int64).numpy()
     arrays = [flat(t) for t in (q, k, v)]
     strides = [t.stride()[:3] for t in (q, k, v)]
     added = [
         _float_array(x.bias_table),
         problem.table_size or 0,
-        offsets.to(torch.int64).numpy(),
+        offsets,
         _float_array(x.bias),
         _NO_REGIONS if x.regions is None else flat(x.regions.to(torch.int64).contiguous()),
         _float_array(_additive(x.mask, x.mask_value)),
