@@ -125,7 +125,9 @@ def _share_memory(a: Any, b: Any, distance: int) -> bool:
     base = 1 << 60  # any: nothing is read
     try:
         found = np.shares_memory(
-            describe(Form(*a), base), describe(Form(*b), base + distance), max_work=1 << 20
+            describe(Form(*a), base),
+            describe(Form(*b), base + distance),
+            max_work=1 << 20,  # type: ignore[arg-type]  # any number will do
         )
     except np.exceptions.TooHardError:
         return False  # strides that no layout of caches has

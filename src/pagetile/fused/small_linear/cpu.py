@@ -104,7 +104,7 @@ def _describe(
     run = max(1, _RUN_BYTES // (_TILE * size * dtype.itemsize)) * _TILE
     is_copied = (num_rows > 1 and num_rows % 4 != 0) or dtype != multiplied  # taken by fours
     sizes = np.array([num_rows, size, num_columns, run, has_bias, is_copied], np.int64)
-    like, left = (flat(torch.empty(0, dtype=each)) for each in (dtype, multiplied))
+    like, left = (flat(torch.empty(0, dtype=each, device="cpu")) for each in (dtype, multiplied))
     return like, left, sizes
 
 

@@ -111,7 +111,7 @@ def write_kv(
     scales: tuple[Tensor | None, ...] = k_scale, v_scale
     if k_scale is not None or v_scale is not None:
         check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
-        if k_scale is v_scale and k_scale.dim() == 3:
+        if k_scale is not None and k_scale is v_scale and k_scale.dim() == 3:
             raise ShapeError(
                 "k_scale and v_scale are the same tensor, but the new tokens' scales are written "
                 "to each: pass two"
