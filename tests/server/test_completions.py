@@ -172,7 +172,9 @@ REFUSED = {
     "no prompt": ({"prompt": []}, "prompt"),
     "an empty prompt": ({"prompt": ""}, "empty"),
     "an empty prompt of several": ({"prompt": ["a", ""]}, "empty"),
-    "a mixed prompt": ({"prompt": ["a", 1]}, "prompt"),
+    "a mixed prompt": ({"prompt": ["a", 1]}, "prompt: expected a string, a list of strings"),
+    "half a token": ({"max_tokens": 2.5}, "max_tokens: expected a valid integer, not 2.5"),
+    "fewer than one": ({"n": 0}, "n: expected a number greater than or equal to 1, not 0"),
     "an unknown token": ({"prompt": [5, 10**9]}, "token id"),
     "a negative token": ({"prompt": [-1]}, "token id"),
     "a long prompt": ({"prompt": "x" * 10**5}, "max_model_len"),
@@ -200,6 +202,10 @@ def test_a_request_that_cannot_be_served_is_a_400_with_the_reason(http, async_ll
     error = response.json()["error"]
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
+    [*named, field] = (error["param"] or "").split(".")
+    assert not named or named[0] in fields
+    if name in ("temperature", "top_p", "an empty stop", "min_tokens", "NaN"):
+        assert field == next(iter(fields))
     assert async_llm.num_requests == 0
 
 
