@@ -91,6 +91,32 @@ def test_echo_alone_returns_the_prompt(post):
     assert body["choices"][0]["text"].startswith(PROMPT)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}])
+def test_offsets_are_where_the_tokens_are_in_the_text(http, post, llm, as_ids, options):
+    prompt = "# für π, 漢字 und 🎉\n" + PROMPT
+    ids = llm.engine.encode(prompt)
+    words = llm.engine.token_text
+    assert ids[0] in words.special_ids
+    bias = {str(ids[0]): 10.0}  # many of the output's tokens are special, too
+    asked = {"prompt": ids if as_ids else prompt, "echo": True, "logprobs": 0, "max_tokens": 40,
+             "seed": 1, "logit_bias": bias, "ignore_eos": True, **options}  # fmt: skip
+    [choice] = post("/v1/completions", **asked)[1]["choices"]
+    chunks = [chunk["choices"][0] for chunk in stream(http, "/v1/completions", **asked)]
+    offsets = choice["logprobs"]["text_offset"]
+    assert [at for c in chunks for at in c["logprobs"]["text_offset"]] == offsets
+    shows_first = as_ids and bool(options)
+    assert offsets[:2] == ([0, len(words.text(ids[0]))] if shows_first else [0, 0])
+    hidden = {words.text(i) for i in words.special_ids} if not options else set()
+    found = 0
+    for number, (token, at) in enumerate(zip(choice["logprobs"]["tokens"], offsets, strict=True)):
+        if (number or shows_first) and token not in hidden and not token.startswith("bytes:"):
+            assert choice["text"].startswith(token, at), (number, token)
+            found += 1
+    assert found > 30
+    assert choice["logprobs"]["tokens"].count(words.text(ids[0])) > 5
+
+
 def test_prompt_logprobs_are_dictionaries_by_token(post, llm):
     ids = llm.engine.encode(PROMPT)
     _, body = post("/v1/completions", prompt=PROMPT, prompt_logprobs=2, max_tokens=1)
