@@ -89,6 +89,8 @@ def test_echo_alone_returns_the_prompt(post):
     assert len(choice["logprobs"]["tokens"]) == body["usage"]["prompt_tokens"]
     _, body = post("/v1/completions", prompt=PROMPT, echo=True, max_tokens=2, temperature=0)
     assert body["choices"][0]["text"].startswith(PROMPT)
+    _, body = post("/v1/completions", prompt=PROMPT, echo=None, max_tokens=2, temperature=0)
+    assert not body["choices"][0]["text"].startswith(PROMPT)
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

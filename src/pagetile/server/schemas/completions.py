@@ -18,7 +18,7 @@ class CompletionRequest(GenerationFields):
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     max_tokens: int | None = Field(16, ge=0)
     """0 is for ``echo``: the prompt's log-probabilities only."""
-    echo: bool = False
+    echo: bool | None = False
     """Return the prompt before its continuation; with ``logprobs``, both have them."""
     logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
