@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,10 @@ def test_a_missing_extra_is_named(missing):
             "generate x --gpu-memory-utilization 0.9",
             "which is vLLM's. Give --num-blocks, or memory",
         ),
+        ("serve --served-model-name=", "--served-model-name is empty: give a name, or leave it"),
+        ("serve --cors-origin here", "--cors-origin here: expected an origin such as https://"),
+        ("serve --cors-origin https://here/", "expected an origin such as https://example.com"),
+        ("serve --model here", "which is vLLM's. Give the checkpoint's folder without it"),
         ("serve --tensor-parallel-size 2", "a model runs on one device: see pagetile serve --help"),
         ("chat 127.0.0.1:8000", "is not a folder: did you mean http://127.0.0.1:8000?"),
         ("chat ftp://here", "ftp://here: expected an address with http:// or https://"),
@@ -368,6 +373,15 @@ def test_recommended_defaults_are_read_once(run, tmp_path, monkeypatch, command)
         assert config.sampling_defaults == {"temperature": 0.5}
 
 
+def test_a_busy_port_is_reported_before_the_model_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("pagetile.cli.serve.load", lambda **_: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        code, _, err = run("serve", "--port", str(port))
+    assert code == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in err
+
+
 def test_a_server_says_what_it_serves_and_where(run, monkeypatch):
     async def serve(app, llm, *, on_start, **options):
         on_start("http://here")
@@ -508,6 +522,13 @@ def test_a_process_with_a_pipe():
 def test_a_reader_that_leaves():
     with _start("generate", "x = 1", "--max-tokens", "500", "--ignore-eos", *SMALL) as process:
         assert process.stdout.read(1) == b"x"
+        process.stdout.close()
+        assert process.wait(300) == 141
+        assert process.stderr.read() == b"pagetile: stopped: standard output was closed\n"
+
+
+def test_a_reader_that_leaves_a_picture_s_numbers(tmp_path):
+    with _start("explain", "tiles", "--out", str(tmp_path / "tiles.png")) as process:
         process.stdout.close()
         assert process.wait(300) == 141
         assert process.stderr.read() == b"pagetile: stopped: standard output was closed\n"

@@ -13,6 +13,12 @@ def make(num_blocks=8, block_size=4, num_tokens=0):
     return pool, table
 
 
+def test_a_pool_and_a_table_show_what_they_hold():
+    pool, table = make(num_tokens=5)
+    assert repr(pool) == "<BlockPool: 6 of 8 blocks of 4 tokens free>"
+    assert repr(table) == "<BlockTable: 5 tokens in blocks [0, 1]>"
+
+
 @given(
     block_size=st.integers(1, 9),
     num_tokens=st.integers(0, 40),

@@ -94,6 +94,22 @@ def test_deep_and_wide_json(http):
     assert response.status_code == 400
 
 
+@pytest.mark.parametrize("kind", ["items", "fields"])
+def test_millions_of_mistakes_are_refused_in_a_second(http, kind):
+    body = {"prompt": [1.5] * 1_000_000}
+    if kind == "fields":
+        body = {"prompt": "x"} | {f"f{number}": 1 for number in range(400_000)}
+    text = json.dumps(body)
+    start = time.monotonic()
+    response = http.post(
+        "/v1/completions", content=text, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    words = {"items": "prompt: expected a string, a list", "fields": "has 400000 wrong or unknown"}
+    assert words[kind] in response.json()["error"]["message"]
+    assert time.monotonic() - start < 5
+
+
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding", "truncation", "tools"])
 def test_template_arguments_that_are_not_a_clients(http, name):
     """CVE-2025-62426: ``tokenize`` there let a request block the event loop."""

@@ -83,17 +83,40 @@ def test_the_assistants_words_can_be_continued(post):
 
 
 REFUSED = {
-    "an unknown role": ({"messages": [{"role": "king", "content": "x"}]}, "messages.0"),
+    "an unknown role": (
+        {"messages": [{"role": "king", "content": "x"}]},
+        "messages.0.role: expected one of 'system', 'developer', 'user', 'assistant', 'tool', "
+        "not 'king'",
+    ),
+    "no role": ({"messages": [{"content": "x"}]}, "messages.0.role: this field is required"),
+    "a number": (
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content: expected a string, or a list of text parts: "
+        '{"type": "text", "text": "..."}, not 5',
+    ),
     "an image": (
         {
             "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             ]
         },
-        "messages.0.user.content: expected a string, or a list of text parts",
+        "messages.0.content.0.type: expected 'text', not 'image_url'",
     ),
-    "no messages": ({"messages": []}, "messages"),
-    "no content": ({"messages": [{"role": "user"}]}, "content"),
+    "no messages": ({"messages": []}, "messages: expected at least 1, not 0"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content: this field is required"),
+    "no schema": (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema: this field is required",
+    ),
+    "no function": ({"tools": [{"type": "function"}]}, "tools.0.function: this field is required"),
+    "a function's name": (
+        {"tools": [{"type": "function", "function": {"name": "f f"}}]},
+        "tools.0.function.name: String should match pattern",
+    ),
+    "a choice without a name": (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {}}},
+        "tool_choice.function.name: this field is required",
+    ),
     "a call that is not JSON": (
         {
             "messages": [

@@ -62,6 +62,60 @@ def test_ctrl_c_ends_an_answer_and_its_request_and_the_conversation_goes_on(
     assert len(num_steps) < 280, "the first answer was computed to its end"
 
 
+class Typed(io.StringIO):
+    """Standard input that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_empty_lines_are_skipped(url, say):
+    args = (url, "--max-tokens", "4", "--temperature", "0")
+    code, out, _ = say("\n  \ndef f(\n\nreturn\n", *args)
+    assert code == 0
+    assert out == say("def f(\nreturn\n", *args)[1]
+    assert out.count("model > ") == 2
+
+
+def test_a_typed_conversation_goes_on_after_an_error(url, say, monkeypatch):
+    args = (url, "--max-tokens", "4", "--temperature", "0")
+    long = "hello " * 3000
+    code, out, err = say(f"{long}\ndef f(\n", *args)
+    assert (code, out) == (2, "model > \n")
+    assert "max_model_len" in err
+    monkeypatch.setattr(io, "StringIO", Typed)
+    code, out, err = say(f"{long}\ndef f(\n", *args)
+    assert code == 0
+    assert "max_model_len" in err
+    assert out.count("model > ") == 2
+    answer = say("def f(\n", *args)[1]
+    assert out.endswith(answer.partition("model > ")[2])  # the message that failed was dropped
+
+
+def test_text_that_is_not_utf8_and_a_closed_input(url, say, monkeypatch):
+    code, out, err = say("h\udcffllo\n", url)
+    assert (code, out, err) == (2, "", "pagetile: standard input is not UTF-8 text\n")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", url]) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["http://127.0.0.1:port"], "http://127.0.0.1:port: expected an address such as http://"),
+        (["http://[::1"], "http://[::1: expected an address such as http://"),
+        (["http://"], "http://: expected an address such as http://"),
+        (["http://127.0.0.1:9", "--device", "cpu"], "--device cpu is for a checkpoint"),
+        (["http://127.0.0.1:9", "--api-key", "a\nb"], "the API key has a line break"),
+    ],
+)
+def test_mistakes_in_options_are_one_line(args, message, say):
+    code, _, err = say("hello\n", *args)
+    assert code == 2
+    assert err.startswith(f"pagetile: {message}")
+    assert err.count("\n") == 1
+
+
 def test_errors_are_one_line(url, say):
     code, _, err = say("hello\n", url, "--model", "gpt-5")
     assert code == 2

@@ -89,6 +89,34 @@ def test_echo_alone_returns_the_prompt(post):
     assert len(choice["logprobs"]["tokens"]) == body["usage"]["prompt_tokens"]
     _, body = post("/v1/completions", prompt=PROMPT, echo=True, max_tokens=2, temperature=0)
     assert body["choices"][0]["text"].startswith(PROMPT)
+    _, body = post("/v1/completions", prompt=PROMPT, echo=None, max_tokens=2, temperature=0)
+    assert not body["choices"][0]["text"].startswith(PROMPT)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}])
+def test_offsets_are_where_the_tokens_are_in_the_text(http, post, llm, as_ids, options):
+    prompt = "# für π, 漢字 und 🎉\n" + PROMPT
+    ids = llm.engine.encode(prompt)
+    words = llm.engine.token_text
+    assert ids[0] in words.special_ids
+    bias = {str(ids[0]): 10.0}  # many of the output's tokens are special, too
+    asked = {"prompt": ids if as_ids else prompt, "echo": True, "logprobs": 0, "max_tokens": 40,
+             "seed": 1, "logit_bias": bias, "ignore_eos": True, **options}  # fmt: skip
+    [choice] = post("/v1/completions", **asked)[1]["choices"]
+    chunks = [chunk["choices"][0] for chunk in stream(http, "/v1/completions", **asked)]
+    offsets = choice["logprobs"]["text_offset"]
+    assert [at for c in chunks for at in c["logprobs"]["text_offset"]] == offsets
+    shows_first = as_ids and bool(options)
+    assert offsets[:2] == ([0, len(words.text(ids[0]))] if shows_first else [0, 0])
+    hidden = {words.text(i) for i in words.special_ids} if not options else set()
+    found = 0
+    for number, (token, at) in enumerate(zip(choice["logprobs"]["tokens"], offsets, strict=True)):
+        if (number or shows_first) and token not in hidden and not token.startswith("bytes:"):
+            assert choice["text"].startswith(token, at), (number, token)
+            found += 1
+    assert found > 30
+    assert choice["logprobs"]["tokens"].count(words.text(ids[0])) > 5
 
 
 def test_prompt_logprobs_are_dictionaries_by_token(post, llm):
@@ -172,7 +200,9 @@ REFUSED = {
     "no prompt": ({"prompt": []}, "prompt"),
     "an empty prompt": ({"prompt": ""}, "empty"),
     "an empty prompt of several": ({"prompt": ["a", ""]}, "empty"),
-    "a mixed prompt": ({"prompt": ["a", 1]}, "prompt"),
+    "a mixed prompt": ({"prompt": ["a", 1]}, "prompt: expected a string, a list of strings"),
+    "half a token": ({"max_tokens": 2.5}, "max_tokens: expected a valid integer, not 2.5"),
+    "fewer than one": ({"n": 0}, "n: expected a number greater than or equal to 1, not 0"),
     "an unknown token": ({"prompt": [5, 10**9]}, "token id"),
     "a negative token": ({"prompt": [-1]}, "token id"),
     "a long prompt": ({"prompt": "x" * 10**5}, "max_model_len"),
@@ -200,6 +230,10 @@ def test_a_request_that_cannot_be_served_is_a_400_with_the_reason(http, async_ll
     error = response.json()["error"]
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
+    [*named, field] = (error["param"] or "").split(".")
+    assert not named or named[0] in fields
+    if name in ("temperature", "top_p", "an empty stop", "min_tokens", "NaN"):
+        assert field == next(iter(fields))
     assert async_llm.num_requests == 0
 
 

@@ -4,11 +4,14 @@ import asyncio
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx2
 import pytest
 import uvicorn
 
+from pagetile.engine.outputs import Delta
+from pagetile.server.generation import server_sent_events
 from pagetile.server.streaming import DirectWrites, EventStream
 
 
@@ -94,3 +97,25 @@ def test_nothing_is_made_for_a_client_that_does_not_read(address, leaves):
             client.close()
         assert app.ended.wait(5)
     assert num_made < 100
+
+
+def test_a_stream_that_its_client_leaves_is_not_logged_as_one_without_tokens():
+    class Stream:
+        prompt_token_ids = (1, 2)
+
+        async def take(self):
+            return [Delta(0, 0, "x", 5, None)]
+
+        def close(self):
+            pass
+
+    log = {}
+    request = SimpleNamespace(state=SimpleNamespace(log=log), scope={})
+
+    async def leave():
+        events = server_sent_events(request, [Stream()], lambda number, deltas: b"x", None)
+        assert await anext(events) == b"x"
+        await events.aclose()
+
+    asyncio.run(leave())
+    assert log == {}

@@ -68,6 +68,45 @@ def test_json_without_white_space(post, llm):
     assert " " not in dense
 
 
+def test_white_space_of_json_is_one_space_or_one_line_break_with_an_indentation(post, llm):
+    vocabulary = llm.engine.tokenizer.get_vocab().values()
+    blank = [i for i in vocabulary if (text := llm.engine.token_text.text(i)) and not text.strip()]
+    text = text_of(
+        post, structured_outputs={"json": SCHEMA}, logit_bias={str(i): 30.0 for i in blank}
+    )
+    gaps = re.findall(r"\s+", text)
+    assert len(gaps) == 8
+    assert all(re.fullmatch(r" |\n[ \t]{0,16}", gap) for gap in gaps), gaps
+
+
+def test_a_tool_without_parameters_is_called_with_none(post):
+    tools = [{"type": "function", "function": {"name": "stop"}}]
+    for choice in ("required", {"type": "function", "function": {"name": "stop"}}):
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice, **LONG}
+        body["parallel_tool_calls"] = False
+        message = post("/v1/chat/completions", **body)[1]["choices"][0]["message"]
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "stop", "arguments": "{}"}
+
+
+def test_an_error_of_a_schema_names_the_field_that_has_it(post):
+    bad = {"type": "nonsense"}
+    format_ = {"type": "json_schema", "json_schema": {"name": "s", "schema": bad}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    for path, fields, name in (
+        ("/v1/completions", {"prompt": "x", "response_format": format_}, "response_format"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": bad}},
+         "structured_outputs"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "response_format": format_},
+         "response_format"),
+        ("/v1/chat/completions",
+         {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}, "tools"),
+    ):  # fmt: skip
+        status, body = post(path, **fields)
+        assert (status, body["error"]["param"]) == (400, name)
+        assert body["error"]["message"].startswith(f"{name} cannot be compiled: ")
+
+
 def test_response_formats(post):
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     assert json.loads(text_of(post, response_format=schema)).keys() == {"a", "b"}

@@ -27,6 +27,7 @@ _EXTRAS = {
 
 
 _VLLM_OPTIONS = {
+    "--model": "Give the checkpoint's folder without it, as the first argument",
     "--gpu-memory-utilization": "Give --num-blocks, or memory_fraction of LLM in Python",
     "--num-gpu-blocks-override": "Give --num-blocks",
     "--enable-prefix-caching": "Leave it out: prefixes are shared by default",
@@ -67,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return run(sys.argv[1:] if args is None else list(args))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # rich raises SystemExit where its output was closed
         _silence(sys.stdout)
         return _fail("stopped: standard output was closed", 141)
     except Exception as error:

@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -64,7 +66,7 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Ctrl-C ends an answer, Ctrl-D (or an empty line) the conversation.
+    Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     options: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
@@ -75,23 +77,58 @@ def chat(
         _check_local(target, model=model, api_key=api_key)
     elif chat_template is not None:
         raise RequestError("--chat-template is of a checkpoint: the server has its own")
+    elif device is not None:
+        raise RequestError(f"--device {device} is for a checkpoint: the server has its own")
     if target is not None and is_server:
+        _check_address(target)
         key = api_key or os.environ.get("PAGETILE_API_KEY")
         answer = _remote(target.rstrip("/").removesuffix("/v1"), model, key, options)
     else:
         with console.status("Loading the model"):
             answer = _local(target, chat_template, device, options)
     messages: Messages = [{"role": "system", "content": system}] if system else []
+    for said in _lines(raw=raw):
+        messages.append({"role": "user", "content": said})
+        try:
+            text = _print(answer(messages), "" if raw else "model > ")
+        except RequestError as error:
+            if not sys.stdin.isatty():
+                raise
+            console.print(f"pagetile: {error}", style="red", markup=False)
+            messages.pop()  # the conversation goes on without it
+        else:
+            messages.append({"role": "assistant", "content": text})
+
+
+def _lines(*, raw: bool) -> Iterator[str]:
+    """Yield what the user says, without empty lines."""
+    if sys.stdin is None:  # closed
+        return
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        with suppress(ModuleNotFoundError):
+            import readline  # noqa: F401 (input() edits lines and remembers them with it)
     while True:
         try:
-            said = input("" if raw or not sys.stdin.isatty() else "you > ")
+            said = input("you > " if is_typed and not raw else "")
+            said.encode()  # in some locales, input() returns other bytes as surrogates
         except EOFError:
             return
-        if not said.strip():
-            return
-        messages.append({"role": "user", "content": said})
-        text = _print(answer(messages), "" if raw else "model > ")
-        messages.append({"role": "assistant", "content": text})
+        except UnicodeError:
+            raise RequestError("standard input is not UTF-8 text") from None
+        if said.strip():
+            yield said
+
+
+def _check_address(address: str) -> None:
+    """Raise RequestError for an address that is not complete."""
+    try:
+        parts = urllib.parse.urlsplit(address)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise RequestError(f"{address}: expected an address such as http://127.0.0.1:8000")
 
 
 def _check_local(target: str | None, *, model: str | None, api_key: str | None) -> None:
@@ -121,6 +158,9 @@ def _print(pieces: Iterator[str], name: str) -> str:
             sys.stdout.flush()
     except KeyboardInterrupt:
         typer.echo(" …", nl=False)
+    except RequestError:
+        typer.echo("")
+        raise
     finally:
         close = getattr(pieces, "close", None)
         if close is not None:
@@ -132,6 +172,8 @@ def _print(pieces: Iterator[str], name: str) -> str:
 def _remote(url: str, model: str | None, key: str | None, options: dict[str, Any]) -> Answer:
     headers = {"Content-Type": "application/json"}
     if key:
+        if not key.isprintable():
+            raise RequestError("the API key has a line break or another control character")
         headers["Authorization"] = f"Bearer {key}"
 
     def send(path: str, body: dict[str, Any] | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -158,6 +159,14 @@ def serve(
         raise RequestError(f"--max-body-bytes {max_body_bytes}: expected 1 or more bytes")
     if not 0 <= drain_seconds < float("inf"):
         raise RequestError(f"--drain-seconds {drain_seconds:g}: expected 0 or more seconds")
+    if "" in (served_model_name or ()):
+        raise RequestError("--served-model-name is empty: give a name, or leave it out")
+    for origin in cors_origin or ():
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
+            raise RequestError(
+                f"--cors-origin {origin}: expected an origin such as https://example.com, without "
+                "a path, or *"
+            )
     from ..engine.async_llm import AsyncLLM
     from ..engine.generation_config import sampling_defaults
     from ..server import Limits, ServerConfig, create_app
@@ -165,8 +174,10 @@ def serve(
     from ..server.config import model_name, read_keys
     from ..server.demo_traffic import DemoTraffic
     from ..server.logs import log
+    from ..server.run import check_address
     from ..server.templates import read_template
 
+    check_address(host, port)  # before the model is loaded, which may take minutes
     log.as_json, log.is_on = log_format == "json", not quiet
     config = ServerConfig(
         model_names=tuple(served_model_name or (model_name(model),)),

@@ -27,8 +27,9 @@ from .vllm_names import STRUCTURED_OPTIONS
 MAX_BYTES = 64 << 10  # of a constraint
 KEPT = 256  # compiled constraints
 
-# White space allowed between the parts of JSON; small models may never stop without a bound.
-_WHITE_SPACE = r"[ \n\t]{0,16}"
+# White space allowed between the parts of JSON: a space, or a line break and an indentation. Small
+# models may write nothing else if more is allowed.
+_WHITE_SPACE = r"( |\n[ \t]{0,16})?"
 
 # llguidance follows references by native recursion, where a stack overflow ends the process. The
 # deepest chain that fits into MAX_BYTES needs less than this.
@@ -51,7 +52,8 @@ class StructuredOutputsParams:
         choice: Texts, one of which is the output.
         grammar: In Lark's form, or in GBNF with a rule ``root ::=``.
         json_object: Any JSON object.
-        disable_any_whitespace: JSON without line breaks and indentation.
+        disable_any_whitespace: JSON without white space between its parts. By default a space, or
+            a line break and an indentation, may stand there.
 
     Raises:
         RequestError: None of the constraints is given, or several, or one has the wrong type.

@@ -25,7 +25,7 @@ class TokenText:
         self._tokenizer = tokenizer
         self._byte_of = byte_of_letter()
         self._is_byte_level = _is_byte_level(tokenizer)
-        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+        self.special_ids = set(getattr(tokenizer, "all_special_ids", ()))
         self.bytes = lru_cache(1 << 16)(self._bytes)
         self.text = lru_cache(1 << 16)(self._text)
 
@@ -42,7 +42,7 @@ class TokenText:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if token_id not in self._special:
+        if token_id not in self.special_ids:
             if self._is_byte_level and all(c in self._byte_of for c in token):
                 return bytes(self._byte_of[c] for c in token)
             if found := _BYTE_TOKEN.fullmatch(token):

@@ -60,6 +60,12 @@ class BlockPool:
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
 
+    def __repr__(self) -> str:
+        return (
+            f"<BlockPool: {self._num_free} of {self._num_blocks} blocks of {self._block_size} "
+            f"token{'s' * (self._block_size != 1)} free>"
+        )
+
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""

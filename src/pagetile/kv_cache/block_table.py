@@ -50,6 +50,9 @@ class BlockTable:
         self._num_tokens = 0
         self._was_cut = False
 
+    def __repr__(self) -> str:
+        return f"<BlockTable: {self.num_tokens} tokens in blocks {self.blocks}>"
+
     @property
     def blocks(self) -> list[int]:
         """The blocks in order of their tokens: the live list, to be read only."""

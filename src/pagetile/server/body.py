@@ -56,7 +56,7 @@ def read_body(model: type[M]) -> Callable[[Request], Coroutine[Any, Any, M]]:
                 return await asyncio.to_thread(model.model_validate_json, body)
             return model.model_validate_json(body)
         except ValidationError as error:
-            raise from_validation(error, model) from None
+            raise from_validation(error, model, body) from None
 
     return read
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -212,10 +212,26 @@ class Completion:
             tokens = [*stream.prompt_logprobs, *tokens]
             token_ids = [*stream.prompt_token_ids, *token_ids]
             sample.offset = 0
-        words = self.server.words
-        found = completion_logprobs(words, tokens, token_ids, num_top=num_top, offset=sample.offset)
-        sample.offset += sum(len(words.bytes(i).decode("utf-8", "ignore")) for i in token_ids)
-        return found
+        offsets = self._offsets(self._echoes[number], sample, token_ids)
+        return completion_logprobs(
+            self.server.words, tokens, token_ids, num_top=num_top, offsets=offsets
+        )
+
+    def _offsets(self, echo: str, sample: _Sample, token_ids: Sequence[int]) -> list[int]:
+        """Return where each token begins in the text, in which special tokens may be left out."""
+        words, offsets = self.server.words, []
+        for token_id in token_ids:
+            offsets.append(sample.offset)
+            if token_id in words.special_ids:
+                if sample.offset < len(echo):
+                    is_left_out = not echo.startswith(words.text(token_id), sample.offset)
+                else:
+                    is_left_out = self.body.skip_special_tokens
+                if is_left_out:
+                    continue
+            # Each character counts at its first byte: tokens may divide it.
+            sample.offset += sum(byte & 0xC0 != 0x80 for byte in words.bytes(token_id))
+        return offsets
 
     def _usage_event(self, usage: Usage) -> str:
         return event_of({**self._head, "choices": [], "usage": usage.report()})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
 from starlette.exceptions import HTTPException
 
 from ..errors import (
@@ -21,6 +23,7 @@ from ..errors import (
 from .logs import log
 
 RETRY_AFTER = "1"  # seconds
+_MOST_ERRORS = 1000
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 
@@ -100,31 +103,70 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
 
 
-def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+def from_validation(error: ValidationError, model: type[BaseModel], body: bytes) -> ApiError:
     """Return a 400 that names the first wrong field, and for an unknown one the nearest known."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    # The first part is always a field, even if its name is also that of a type ("text").
-    loc = first["loc"]
-    path = ".".join(str(part) for part in (*loc[:1], *filter(_is_field, loc[1:])))
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
-    message = f"{path}: {first['msg']}" if path else str(first["msg"])
-    if first["loc"][-2:] == ("content", "str"):
-        message = f"{path}: expected a string, or a list of text parts: {_TEXT_PART}"
-    if first["type"] == "extra_forbidden":
+    if error.error_count() > _MOST_ERRORS:  # to describe millions would take a minute
+        return ApiError(400, f"the body has {error.error_count()} wrong or unknown fields")
+    errors = error.errors(include_url=False)
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', '')}")
+    content = from_json(body)
+    # A union reports an error for each of its types: the one that read furthest was meant.
+    of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_field, key=lambda each: sum(isinstance(x, str) for x in _fields(each, content)))
+    kind, context = first["type"], first.get("ctx", {})
+    names = _fields(first, content)
+    if kind.startswith("union_tag"):
+        names.append(context["discriminator"].strip("'"))
+    path = ".".join(map(str, names))
+    message = f"{path or 'the body'}: {_complaint(first, names)}"
+    if kind == "extra_forbidden":
         message = f"{path} is not a field of this request"
-        if len(first["loc"]) == 1:
-            message += _nearest(str(first["loc"][0]), model.model_fields)
+        if len(names) == 1:
+            message += _nearest(path, model.model_fields)
     return ApiError(400, message, param=path or None)
 
 
-def _is_field(part: int | str) -> bool:
-    """Return whether a part of a location is a field, and not a member of a union of types."""
-    return isinstance(part, int) or (not any(c in part for c in "[(-") and part not in _TYPES)
+def _fields(error: ErrorDetails, value: Any) -> list[int | str]:
+    """Return the parts of an error's location that are keys, not names of types in a union.
+
+    Args:
+        error: The error.
+        value: The body.
+    """
+    names: list[int | str] = []
+    for part in error["loc"]:
+        if part in value if isinstance(value, dict) else isinstance(part, int):
+            names.append(part)
+            value = value[part]
+    return [*names, error["loc"][-1]] if error["type"] == "missing" else names
 
 
-_TEXT_PART = '{"type": "text", "text": "..."}'
-_TYPES = {"str", "int", "float", "bool", "dict", "none", "text", "function", "named"}
+def _complaint(error: ErrorDetails, names: Sequence[int | str]) -> str:
+    """Return what is wrong with a field: what was expected, and what was given if it is short."""
+    kind, context, given = error["type"], error.get("ctx", {}), error["input"]
+    if kind in ("missing", "union_tag_not_found"):
+        return "this field is required"
+    if kind == "too_short":
+        return f"expected at least {context['min_length']}, not {context['actual_length']}"
+    expected = error["msg"].replace("Input should be", "expected")
+    expected = re.sub("^expected (greater|less) ", r"expected a number \1 ", expected)
+    if kind == "union_tag_invalid":
+        given, expected = context["tag"], f"expected one of {context['expected_tags']}"
+    elif names and names[-1] != error["loc"][-1]:  # a location that ends with the name of a type
+        expected = _UNIONS.get(str(names[-1]), expected)
+    is_plain = given is None or isinstance(given, (bool, int, float, str))
+    shown = f", not {given!r}" if is_plain else ""
+    return expected + (shown if len(shown) <= 60 else "")
+
+
+_UNIONS = {
+    "content": 'expected a string, or a list of text parts: {"type": "text", "text": "..."}',
+    "prompt": "expected a string, a list of strings, token ids, or a list of lists of token ids",
+    "stop": "expected a string or a list of strings",
+    "input": "expected a string or a list of messages",
+}
+"""What fields of several types expect, where the value has none of them."""
 
 
 # Fields of earlier APIs of vLLM and OpenAI.

@@ -187,7 +187,7 @@ async def server_sent_events(
     """Yield the body of a streamed response; close the streams at its end.
 
     Args:
-        request: The request, whose usage is logged.
+        request: The request; its usage is logged if the streams end.
         streams: One for each prompt.
         encode: Returns events, or ``b""``, from a prompt's number and deltas.
         usage_event: Returns the last event, from the usage; ``None``: there is none.
@@ -203,6 +203,7 @@ async def server_sent_events(
                 yield data
         for stream in streams:
             usage.add(await stream.result())
+        note_usage(request, usage)
         if usage_event is not None:
             yield usage_event(usage).encode()
         yield b"data: [DONE]\n\n"
@@ -213,7 +214,6 @@ async def server_sent_events(
         yield f"{event_of(to_api_error(error).body)}data: [DONE]\n\n".encode()
     finally:
         close_all(streams)
-        note_usage(request, usage)
 
 
 def note_usage(request: Request, usage: Usage) -> None:

@@ -17,7 +17,7 @@ def completion_logprobs(
     token_ids: Sequence[int],
     *,
     num_top: int,
-    offset: int = 0,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
     """Return the ``logprobs`` of a completion.
 
@@ -26,16 +26,11 @@ def completion_logprobs(
         tokens: Log-probabilities; ``None`` for a prompt's first token, which nothing predicts.
         token_ids: The tokens.
         num_top: How many alternatives were requested.
-        offset: Offset in the text at which the first token begins.
+        offsets: Where each token begins in the text.
     """
-    names, offsets = [], []
-    for token_id in token_ids:
-        names.append(words.text(token_id))
-        offsets.append(offset)
-        offset += len(words.bytes(token_id).decode("utf-8", "ignore"))
     return {
         "text_offset": offsets,
-        "tokens": names,
+        "tokens": [words.text(token_id) for token_id in token_ids],
         "token_logprobs": [None if t is None else _finite(t.logprob) for t in tokens],
         "top_logprobs": [None if t is None else _top(words, t, num_top) for t in tokens],
     }

@@ -9,6 +9,7 @@ from ..engine.structured_outputs import StructuredOutputsParams
 from ..errors import RequestError
 from .errors import field_error
 from .schemas.chat import ChatRequest, Function, JsonSchemaFormat, NamedTool
+from .schemas.common import GenerationFields
 from .schemas.completions import CompletionRequest
 
 
@@ -33,6 +34,14 @@ def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParam
     assert asked is not None
     fields = dict(asked)
     return _form("structured_outputs", json=fields.pop("json_"), **fields)
+
+
+def form_field(body: GenerationFields) -> str:
+    """Return the field that constrains the output of a request."""
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    has_format = isinstance(body, ChatRequest | CompletionRequest) and output_form(body) is not None
+    return "response_format" if has_format else "tools"
 
 
 def forced_call_form(body: ChatRequest) -> StructuredOutputsParams | None:
@@ -69,8 +78,10 @@ def forced_call_form(body: ChatRequest) -> StructuredOutputsParams | None:
 
 
 def _arguments(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object."""
-    return {"type": "object", **(function.parameters or {})}
+    """Return the schema of a function's arguments: an object, empty for one without parameters."""
+    if function.parameters is None:
+        return {"type": "object", "additionalProperties": False}
+    return {"type": "object", **function.parameters}
 
 
 def _moved(schema: Any, number: int) -> Any:

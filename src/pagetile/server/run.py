@@ -133,6 +133,15 @@ async def serve(
     return DEVICE_LOST if died else 0
 
 
+def check_address(host: str, port: int) -> None:
+    """Check that a server could listen at an address.
+
+    Raises:
+        RequestError: It could not.
+    """
+    _listen(host, port).close()
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

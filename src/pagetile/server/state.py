@@ -13,10 +13,12 @@ from ..engine.async_llm import AsyncLLM
 from ..engine.request_stream import RequestStream
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputsParams
+from ..errors import RequestError
 from .config import ServerConfig
 from .errors import ApiError, field_error
 from .metrics import Metrics
 from .middleware import ApiKeys
+from .output_form import form_field
 from .page_map import PageFeed
 from .schemas.common import GenerationFields
 from .templates import ChatTemplate
@@ -113,7 +115,7 @@ class Server:
         if self.config.log_prompts:
             await self._log_prompt(request, prompt)
         if params.structured_outputs is not None:
-            await self._compile(params.structured_outputs)
+            await self._compile(params.structured_outputs, form_field(body))
         name = body.request_id or request.state.request_id
         handle = await self.llm.submit(
             prompt,
@@ -126,18 +128,21 @@ class Server:
         self.metrics.watch(handle)
         return handle
 
-    async def _compile(self, form: StructuredOutputsParams) -> None:
-        """Compile a constraint on a thread; the engine caches it for the validation."""
+    async def _compile(self, form: StructuredOutputsParams, field: str) -> None:
+        """Compile a field's constraint on a thread; the engine caches it for the validation."""
         seconds = self.limits.grammar_seconds
         compiling = asyncio.to_thread(self.llm.engine.compile_structured_outputs, form)
         try:
             await asyncio.wait_for(compiling, seconds)
         except asyncio.TimeoutError:
-            raise ApiError(
-                400,
+            raise field_error(
+                field,
                 f"the form of the output was not compiled within grammar_seconds={seconds:g}: "
                 "send a smaller schema, regular expression or grammar",
             ) from None
+        except RequestError as error:
+            reason = str(error).removeprefix("structured_outputs ")
+            raise field_error(field, f"{field} {reason}") from None
 
     async def _log_prompt(self, request: Request, prompt: str | list[int]) -> None:
         """Add a prompt to the request's log line: its text, or token ids without a tokenizer."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ..config import Limits
 from ..errors import field_error
-from .common import Body, GenerationFields, at_most
+from .common import Body, GenerationFields, Items, at_most
 
 
 class TextPart(Body):
@@ -18,7 +18,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Items[TextPart]
 
 
 class TextMessage(Body):
@@ -51,7 +51,7 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -128,13 +128,13 @@ ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="
 class ChatRequest(GenerationFields):
     """Answer a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     """False: at most one call."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...engine.sampling_params import SamplingParams
+from ...errors import RequestError
 from ..config import Limits, ServerConfig
 from ..errors import field_error
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item is reported: a body may have millions."""
 
 
 class Body(BaseModel):
@@ -32,7 +38,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     """A JSON schema, as an object or as text."""
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     """In Lark's form, or GBNF's."""
     json_object: bool | None = None
@@ -49,7 +55,7 @@ class GenerationFields(Body):
     top_p: float | None = None
     n: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -61,7 +67,7 @@ class GenerationFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0)
@@ -69,8 +75,8 @@ class GenerationFields(Body):
     spaces_between_special_tokens: bool = True
     """Only true."""
     prompt_logprobs: int | None = Field(None, ge=0)
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int = 0
     """Only 0: requests are served in order of arrival."""
@@ -136,7 +142,7 @@ class GenerationFields(Body):
             **more: Parameters that override this body's.
 
         Raises:
-            RequestError: A value is out of range.
+            ApiError: With status 400: a value is out of range.
         """
         values: dict[str, Any] = dict(config.sampling_defaults)
         values |= self.model_dump(include=_PASSED, exclude_none=True)
@@ -145,7 +151,11 @@ class GenerationFields(Body):
         values["max_tokens"] = max_tokens
         values["logprobs"] = logprobs
         values.update(more)
-        return SamplingParams(**values)
+        try:
+            return SamplingParams(**values)
+        except RequestError as error:
+            name = re.split(r"\W", str(error), maxsplit=1)[0]  # messages begin with the field
+            raise field_error(name, str(error)) from None
 
 
 _PASSED = {

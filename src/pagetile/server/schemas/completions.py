@@ -9,16 +9,16 @@ from pydantic import Field
 from ..config import Limits
 from ..errors import field_error
 from .chat import Message, ResponseFormat, Tool
-from .common import Body, GenerationFields, at_most
+from .common import Body, GenerationFields, Items, at_most
 
 
 class CompletionRequest(GenerationFields):
     """Continue one or more prompts."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     max_tokens: int | None = Field(16, ge=0)
     """0 is for ``echo``: the prompt's log-probabilities only."""
-    echo: bool = False
+    echo: bool | None = False
     """Return the prompt before its continuation; with ``logprobs``, both have them."""
     logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
@@ -57,8 +57,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[Message] | None = Field(None, min_length=1)
+    tools: Items[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -70,4 +70,4 @@ class DetokenizeRequest(Body):
     """Tokens to turn into text."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import field_error
 from .chat import ChatRequest, Function, FunctionName, JsonSchema, PlainFormat
-from .common import Body
+from .common import Body, Items
 
 
 class ContentPart(Body):
@@ -21,7 +21,7 @@ class ContentPart(Body):
     """May be sent back from an earlier response; ignored."""
 
 
-def _joined(content: str | list[ContentPart]) -> str:
+def _joined(content: str | Items[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -29,7 +29,7 @@ class InputMessage(Body):
     """A message of the conversation. The output of an earlier response can be sent back as one."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
     type: Literal["message"] = "message"
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
@@ -51,7 +51,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ContentPart]
+    output: str | Items[ContentPart]
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
@@ -105,7 +105,7 @@ _SAME = {"model", "temperature", "top_p", "stream", "stop", "ignore_eos", "top_l
 class ResponsesRequest(Body):
     """Answer a text or a conversation. The server keeps no response after it is sent."""
 
-    input: str | list[InputItem]
+    input: str | Items[InputItem]
     model: str | None = None
     instructions: str | None = None
     """A system message before the input."""
@@ -114,7 +114,7 @@ class ResponsesRequest(Body):
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
@@ -131,7 +131,7 @@ class ResponsesRequest(Body):
     previous_response_id: str | None = None
     """Only null."""
 
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     ignore_eos: bool = False
     """vLLM's extension; guidellm sets it to get answers of equal length."""
 
