@@ -94,9 +94,9 @@ def _dispatch(
         cos, sin = (Form(*fields) for fields in angles)
         found = bind(qkv=(qkv, f"num_tokens {width}"), cos=(cos, "1 num_tokens n"),
                      sin=(sin, "1 num_tokens n"))  # fmt: skip
-        turned = (2 if is_shared else 1) * found["n"]
-        if turned % 2 or not 0 < turned <= head_size:
-            raise ShapeError(f"cos turns {turned} numbers of a head of {head_size}")
+        rotated = (2 if is_shared else 1) * found["n"]
+        if rotated % 2 or not 0 < rotated <= head_size:
+            raise ShapeError(f"cos turns {rotated} numbers of a head of {head_size}")
         for name, angle in (("cos", cos), ("sin", sin)):
             check_dtype(name, angle, qkv.dtype)
             is_regular &= angle.strides[2] == 1

@@ -41,7 +41,7 @@ def run(problem, q, k, v, lengths, options):
     call = make_call(
         rows, k, v, out, lse, options, plan, block_tables=tables, seq_lens=seq_lens,
         cu_seqlens_q=starts_q, block_size=block_size, k_strides=strides[0], v_strides=strides[1],
-        turned=True, block_mask=options.block_mask,
+        transposed=True, block_mask=options.block_mask,
     )  # fmt: skip
     attend(call, problem.num_kv_heads, plan)
     return AttentionOutput(out.view(*q.shape[:-1], out.shape[-1]), lse.view(q.shape[:-1]))

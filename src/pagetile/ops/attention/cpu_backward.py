@@ -57,7 +57,7 @@ GradientsCall = namedtuple(
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 GradientsScratch = namedtuple(
-    "GradientsScratch", "q d_out k k_turned v_turned s ds dk dv rest lse delta"
+    "GradientsScratch", "q d_out k k_transposed v_transposed s ds dk dv rest lse delta"
 )
 GradientsItem = namedtuple("GradientsItem", "seq kv_head first_row end_row first_key end_key part")
 
@@ -142,10 +142,10 @@ def _load_keys(call, scratch, item, n, keys):
     at = seq * call.v_seq + row * call.v_token + item.kv_head * call.v_head
     # By way of the room for rows of d_out, which come after.
     load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size, TILE)
-    transpose(scratch.v_turned, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
+    transpose(scratch.v_transposed, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
     at = seq * call.k_seq + row * call.k_token + item.kv_head * call.k_head
     load_rows(scratch.k, call.width, call.k, at, call.k_token, keys, call.head_size, TILE)
-    transpose(scratch.k_turned, TILE, scratch.k, call.width, TILE, call.width)
+    transpose(scratch.k_transposed, TILE, scratch.k, call.width, TILE, call.width)
 
 
 @inner()
@@ -173,17 +173,17 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     columns = (keys + 15) // 16 * 16
     _load_queries(call, scratch, item, head, m, rows)
     multiply(
-        scratch.s, 0, TILE, scratch.q, 0, width, 1, scratch.k_turned, TILE,
+        scratch.s, 0, TILE, scratch.q, 0, width, 1, scratch.k_transposed, TILE,
         padded, columns, width, False,
     )  # fmt: skip
     multiply(
-        scratch.ds, 0, TILE, scratch.d_out, 0, v_width, 1, scratch.v_turned, TILE,
+        scratch.ds, 0, TILE, scratch.d_out, 0, v_width, 1, scratch.v_transposed, TILE,
         padded, columns, v_width, False,
     )  # fmt: skip
     position = m + item.end_key - item.end_row
     _differentiate_tile(call, scratch, head, position - n, rows, keys, columns)
     if call.block_q > 0:
-        _hide_blocks(call, scratch, item.seq, head, m, rows, n, keys)
+        _mask_blocks(call, scratch, item.seq, head, m, rows, n, keys)
     multiply(
         scratch.dv, 0, v_width, scratch.s, 0, 1, TILE, scratch.d_out, v_width,
         (keys + 3) // 4 * 4, v_width, rows, True,
@@ -214,8 +214,8 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
     if call.cap > 0:
         factor = splat(np.float32(call.scale / call.cap))
     cap, scale = splat(np.float32(call.cap * LOG2_E)), splat(np.float32(call.scale))
-    tilted = len(call.slopes) > 0
-    slope = splat(call.slopes[head] * LOG2_E if tilted else np.float32(0))
+    has_alibi = len(call.slopes) > 0
+    slope = splat(call.slopes[head] * LOG2_E if has_alibi else np.float32(0))
     for r in range(rows):
         first, end = 0, keys
         if call.causal:
@@ -226,12 +226,12 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
         lse, delta = splat(-scratch.lse[r]), splat(scratch.delta[r])
         for c in range(0, columns, 16):
             at = r * TILE + c
-            s, steepness = mul(load(scratch.s, at), factor), scale
+            s, derivative = mul(load(scratch.s, at), factor), scale
             if call.cap > 0:
-                bent = tanh(s)
-                s = mul(bent, cap)
-                steepness = mul(scale, sub(one, mul(bent, bent)))
-            if tilted:
+                tanh_s = tanh(s)
+                s = mul(tanh_s, cap)
+                derivative = mul(scale, sub(one, mul(tanh_s, tanh_s)))
+            if has_alibi:
                 steps = add(lane_numbers(), splat(np.float32(c - distance - r)))
                 s = fma(slope, steps, s)
             p = exp2(add(s, lse))
@@ -241,13 +241,13 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
                 p = where_less(lane, low, nothing, p)
             store(scratch.s, at, p)
             ds = mul(p, sub(load(scratch.ds, at), delta))
-            store(scratch.ds, at, mul(ds, steepness))
+            store(scratch.ds, at, mul(ds, derivative))
     for r in range(rows, (rows + 3) // 4 * 4):
         scratch.ds[r * TILE : r * TILE + columns] = 0
 
 
 @inner()
-def _hide_blocks(call, scratch, seq, head, m, rows, n, keys):
+def _mask_blocks(call, scratch, seq, head, m, rows, n, keys):
     """Zero the weights and gradients of scores that the block mask hides."""
     for r in range(rows):
         key = n

@@ -176,7 +176,7 @@ def start_scores(a, b, config):
 
 
 @gluon.jit
-def weigh(s, lse2, causal_limit, num_keys, window, scale, config):
+def recompute_weights(s, lse2, causal_limit, num_keys, window, scale, config):
     """From a tile's scores to its weights."""
     p = gl.exp2(s * scale - numbers(lse2, s))
     if config.CAUSAL or config.HAS_WINDOW or config.HAS_END:

@@ -23,7 +23,14 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.triton.launch import POINTERS, Launcher, as_floats, is_aligned, window_of
-from ...tiles.triton.online_softmax import LOG2_E, add_sink, finish, precision_of, tanh, weigh
+from ...tiles.triton.online_softmax import (
+    LOG2_E,
+    add_sink,
+    finish,
+    precision_of,
+    tanh,
+    update_softmax,
+)
 from .block_mask import BlockMask
 from .problem import Options, Problem, strides_of
 from .tile_lists import FIELDS, fits_tiles, list_tiles
@@ -116,7 +123,7 @@ def block_sparse_kernel(
                         block_k,
                     )  # fmt: skip
                 s = tl.where(seen, s, float("-inf"))
-            p, decay, m, l = weigh(s, m, l)
+            p, decay, m, l = update_softmax(s, m, l)
             v_tile = load_tile(v, first_key, v_token, end, TILE_N, V, V_SIZE, False)
             acc = tl.dot(
                 p.to(v_tile.dtype), v_tile, acc * decay[:, None],

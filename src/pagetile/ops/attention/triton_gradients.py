@@ -41,9 +41,9 @@ def differentiate(
     """
     slope_of_cap = 1.0
     if HAS_CAP:
-        bent = tanh(s * (scale / cap))
-        s = bent * (cap * LOG2_E)
-        slope_of_cap = 1.0 - bent * bent
+        tanh_s = tanh(s * (scale / cap))
+        s = tanh_s * (cap * LOG2_E)
+        slope_of_cap = 1.0 - tanh_s * tanh_s
     else:
         s = s * (scale * LOG2_E)
     if HAS_ALIBI:

@@ -77,14 +77,14 @@ def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
     if risky.any():
         numbers = np.arange(np.count_nonzero(risky))
         device = _find_device(caches)
-        shelves = [
+        copies = [
             torch.empty((len(numbers), *to.shape[1:]), dtype=to.dtype, device=device)
             for _, to in caches
         ]
-        to_shelves = [(source, shelf) for (source, _), shelf in zip(caches, shelves, strict=True)]
-        from_shelves = [(shelf, to) for (_, to), shelf in zip(caches, shelves, strict=True)]
-        _launch(to_shelves, np.stack([pairs[risky, 0], numbers], axis=1))
-        _launch(from_shelves, np.stack([numbers, pairs[risky, 1]], axis=1))
+        to_copies = [(source, copy) for (source, _), copy in zip(caches, copies, strict=True)]
+        from_copies = [(copy, to) for (_, to), copy in zip(caches, copies, strict=True)]
+        _launch(to_copies, np.stack([pairs[risky, 0], numbers], axis=1))
+        _launch(from_copies, np.stack([numbers, pairs[risky, 1]], axis=1))
         pairs = pairs[~risky]
     _launch(caches, pairs)
 

@@ -31,7 +31,7 @@ of them in products of the whole warpgroup, which read keys and values in shared
 ``triton_decode.merge_kernel`` merges the states of splits.
 
 With ``EARLY`` (``PagedBatch.allows_early_reads``) the kernel in front is waited for only before
-queries are loaded, and before tiles with the keys of new tokens. With ``BESIDE`` it is waited for
+queries are loaded, and before tiles with the keys of new tokens. With ``INDEPENDENT`` it is waited for
 only at the end: it is the prefill of the same call, and shares no scratch.
 """
 
@@ -64,7 +64,7 @@ from .triton_work import (
     find_range,
     list_of,
     slot_of,
-    store_note,
+    store_split_info,
     write_rows,
 )
 
@@ -132,7 +132,7 @@ def _as_operand(x, memory, layout: gl.constexpr):
 
 
 @gluon.jit
-def _merge_where_last(
+def _merge_if_last(
     out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head, first_cta,
     num_seqs, max_splits, sinks, factor, first_token, head, query_len, num_kv_heads,
     out_token, out_head, GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
@@ -188,7 +188,7 @@ def _merge_where_last(
 
 @gluon.jit
 def attend_role(
-    rings, bars, queries, weights, out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens,
+    rings, bars, queries, weights, out, lse, split_accs, split_sums, split_info, arrivals, q, seq_lens,
     cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
     entry, before, work, end_work, whole, program, programs, total,
     num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
@@ -372,7 +372,7 @@ def attend_role(
                 query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
             if MERGE_ROWS > 0:
-                store_note(notes, seq_head, 0, 1)
+                store_split_info(split_info, seq_head, 0, 1)
         else:
             start = head_start.to(gl.int64)
             first_cta = (((start + 1) * programs - 1) // total).to(gl.int32)
@@ -387,9 +387,9 @@ def attend_role(
             gl.store(place + v_column[None, :], acc, mask=is_kept[:, None])
             if MERGE_ROWS > 0:
                 if first == 0:
-                    store_note(notes, seq_head, first_cta, num_splits)
+                    store_split_info(split_info, seq_head, first_cta, num_splits)
             else:
-                _merge_where_last(
+                _merge_if_last(
                     out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head,
                     first_cta, num_seqs, max_splits, sinks, factor, first_token, head, query_len,
                     num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS, SPLITS_FIXED, ROWS,
@@ -406,7 +406,7 @@ def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the split_info for ``merge_kernel``
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of 8 bits
@@ -433,12 +433,12 @@ def decode_kernel(
     STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, LANES: gl.constexpr,
     MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr, MERGE_ROWS: gl.constexpr,
     DOT: gl.constexpr, FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
-    BESIDE: gl.constexpr,  # whether the kernel in front writes nothing that is read here
+    INDEPENDENT: gl.constexpr,  # whether the kernel in front writes nothing that is read here
     HEADS: gl.constexpr,  # KV heads of the caches that one of ``num_kv_heads`` stands for
 ):  # fmt: skip
     """See the module."""
     gdc_launch_dependents()
-    if not EARLY and not BESIDE:
+    if not EARLY and not INDEPENDENT:
         gdc_wait()  # before the other warps begin, as ``triton_decode``
     # The length of the work queue, and this CTA's range of it. Of up to 256 entries each warp
     # counts all, so that none waits for another.
@@ -518,7 +518,7 @@ def decode_kernel(
         for stage in gl.static_range(STAGES):
             mbarrier.init(full.index(stage), count=32 * FETCH_WARPS)
             mbarrier.init(empty.index(stage), count=1)
-        notes = split_sums
+        split_info = split_sums
         if MERGE_ROWS > 0:
             split_sums += 2 * num_seqs * num_kv_heads
         rings = (k_ring, v_ring, ks_ring, vs_ring)
@@ -527,7 +527,7 @@ def decode_kernel(
             [
                 (attend_role, (
                     rings, bars, queries, weights,
-                    out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens, cu_seqlens_q,
+                    out, lse, split_accs, split_sums, split_info, arrivals, q, seq_lens, cu_seqlens_q,
                     alibi_slopes, sinks, k_scale, v_scale,
                     entry, before, work, end_work, whole, program, programs, total,
                     num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
@@ -550,5 +550,5 @@ def decode_kernel(
             worker_num_warps=[FETCH_WARPS],
             worker_num_regs=[FETCH_REGS],
         )  # fmt: skip
-    if BESIDE:
+    if INDEPENDENT:
         gdc_wait()  # a kernel that waits for this one waits for both

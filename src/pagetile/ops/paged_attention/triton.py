@@ -311,7 +311,7 @@ def _find_launcher(
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
     constants["FETCHED"] = _fetched_keys(problem)
-    constants["BESIDE"] = is_beside
+    constants["INDEPENDENT"] = is_beside
     constants["EARLY"] &= not is_beside
     if kernel in (PREFIXES, EARLY_PREFIXES):
         constants["EARLY"] = kernel.is_early

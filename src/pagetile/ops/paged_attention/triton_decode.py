@@ -34,7 +34,7 @@ from ...tiles.triton.online_softmax import (
     precision_of,
     scale_weights,
     tanh,
-    weigh,
+    update_softmax,
 )
 from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .triton_work import (
@@ -47,7 +47,7 @@ from .triton_work import (
     list_of,
     load_block_ids,
     slot_of,
-    store_note,
+    store_split_info,
     write_rows,
 )
 
@@ -126,7 +126,7 @@ def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the split_info for ``merge_kernel``
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
@@ -207,7 +207,7 @@ def decode_kernel(
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         running = tl.max(ends)
 
-    notes = split_sums
+    split_info = split_sums
     if MERGE_ROWS > 0:
         split_sums += 2 * num_seqs * num_kv_heads
     rows = tl.arange(0, TILE_M)
@@ -303,7 +303,7 @@ def decode_kernel(
                 s += slopes[:, None] * (place[None, :] - position[:, None])
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
-            p, decay, m, l = weigh(s, m, l)
+            p, decay, m, l = update_softmax(s, m, l)
             if SCALES == "token":
                 row = block * vs_block + slot * vs_slot + head * vs_head
                 v_scales = tl.load(v_scale + row, mask=used, other=0.0)
@@ -322,7 +322,7 @@ def decode_kernel(
                 num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
             if MERGE_ROWS > 0:
-                store_note(notes, seq_head, 0, 1)
+                store_split_info(split_info, seq_head, 0, 1)
         else:
             queue_start = head_start.to(tl.int64)
             first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
@@ -340,7 +340,7 @@ def decode_kernel(
             )
             if MERGE_ROWS > 0:
                 if first == 0:
-                    store_note(notes, seq_head, first_cta, num_splits)
+                    store_split_info(split_info, seq_head, first_cta, num_splits)
             else:
                 tl.debug_barrier()  # every thread's stores come before the one thread's count
                 arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
@@ -368,7 +368,7 @@ def merge_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]
-    split_sums,  # float32: [num_seqs * num_kv_heads, 2] notes, then [slots, 2, ROWS]
+    split_sums,  # float32: [num_seqs * num_kv_heads, 2] split_info, then [slots, 2, ROWS]
     cu_seqlens_q,  # int32 [num_seqs + 1]
     sinks,  # float32 [num_heads]
     v_scale,  # float32 [num_kv_heads] where SCALES is "head"

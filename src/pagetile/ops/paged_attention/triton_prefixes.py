@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...tiles.triton.early import let_next_begin, publish, wait_for_previous, wait_now
-from ...tiles.triton.forward import walk
+from ...tiles.triton.forward import attend_tiles
 from ...tiles.triton.launch import INTERPRETED, Launcher
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finish, fit_queries
 
@@ -189,7 +189,7 @@ def prefix_kernel(
         acc = tl.zeros([TILE_M, V], tl.float32)
         unit = SMALLEST
         # Few tiles: a loop of its own for those that need no mask would load the last one late.
-        m, l, acc, unit = walk(
+        m, l, acc, unit = attend_tiles(
             m, l, acc, unit, q_tile, low, high, 0, length, 0 * row, 0 * row + length, position,
             slopes, k_cache + head.to(tl.int64) * k_head, v_cache + head.to(tl.int64) * v_head,
             table, k_scales, v_scales, scale, soft_cap, block_size,

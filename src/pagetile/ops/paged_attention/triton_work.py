@@ -221,10 +221,10 @@ def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
 
 
 @triton.jit
-def store_note(notes, seq_head, first_cta, num_splits):
+def store_split_info(split_info, seq_head, first_cta, num_splits):
     """Tell ``triton_decode.merge_kernel`` where a head's states are: integers, exact as floats."""
-    tl.store(notes + 2 * seq_head, first_cta)
-    tl.store(notes + 2 * seq_head + 1, num_splits)
+    tl.store(split_info + 2 * seq_head, first_cta)
+    tl.store(split_info + 2 * seq_head + 1, num_splits)
 
 
 @triton.jit

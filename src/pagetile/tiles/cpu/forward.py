@@ -23,7 +23,7 @@ converted once for all of them. Both add in one order, so over pages a row's bit
 how many tokens are new, either.
 
 ``attention`` may transpose keys: for a sequence of more than ``FEW_ROWS`` rows, a tile is gathered
-as float32 columns for ``score_turned``, which is faster and adds in another order. So there a row's
+as float32 columns for ``score_transposed``, which is faster and adds in another order. So there a row's
 bits depend on the number of rows. bfloat16 that is multiplied without conversion is not transposed.
 
 Only slots of visible keys are read. ``forward_tile`` says where the scales of an 8-bit cache go.
@@ -56,7 +56,7 @@ ForwardCall = namedtuple(
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
     " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
     " v_scale_block v_scale_slot v_scale_head"
-    " softmax_scale soft_cap causal window turned tile"
+    " softmax_scale soft_cap causal window transposed tile"
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 ForwardScratch = namedtuple(
@@ -319,7 +319,7 @@ def make_call(
     k_scale=None,
     v_scale=None,
     per_token=False,
-    turned=False,
+    transposed=False,
     block_mask=None,
 ):
     """Return the arguments of the kernels.
@@ -341,7 +341,7 @@ def make_call(
         k_scale: float32 ``[num_blocks, block_size, num_kv_heads]`` with any strides, or None.
         v_scale: Like ``k_scale``.
         per_token: Whether the scales differ within a head.
-        turned: Whether tiles of float32 keys may be transposed, which is faster for many rows, but
+        transposed: Whether tiles of float32 keys may be transposed, which is faster for many rows, but
             gives other bits than a single row gets.
         block_mask: A ``BlockMask`` as for ``attention``, or None.
     """
@@ -363,7 +363,7 @@ def make_call(
         *q.stride()[:2], *k_strides, *v_strides, *out.stride()[:2], block_tables.stride(0),
         k_scales, v_scales, per_token, *k_scale_strides, *v_scale_strides,
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
-        bool(options.causal), int(options.sliding_window or 0), turned and not pairs,
+        bool(options.causal), int(options.sliding_window or 0), transposed and not pairs,
         np.empty(0, np.uint16 if pairs else np.float32), *mask_fields(block_mask),
     )  # fmt: skip
 

@@ -17,9 +17,17 @@ from .block_mask import hidden_end, repeat_visible
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .microkernels import mix_tile, score_tile
-from .online_softmax import TILE_N, cap_row, mask_row, multiply_row, scale_row, tilt_row, weigh_row
+from .online_softmax import (
+    TILE_N,
+    add_alibi,
+    cap_row,
+    mask_row,
+    multiply_row,
+    scale_row,
+    update_softmax_row,
+)
 from .plan import HEADS_BY_KEY
-from .products import score_turned
+from .products import score_transposed
 from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
 
 FEW_ROWS = 16
@@ -101,9 +109,9 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     tile_rows = scratch.tile_rows
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
     # By the sequence, not by the item: which of its rows travel together is to show in no bits.
-    if call.turned and query_len * call.group > FEW_ROWS:
-        _gather_turned(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
-        score_turned(scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width)
+    if call.transposed and query_len * call.group > FEW_ROWS:
+        _gather_transposed(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
+        score_transposed(scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width)
     elif rows > FEW_ROWS or call.head_size != width:
         _gather(
             scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
@@ -159,7 +167,7 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
 
 
 @inner()
-def _gather_turned(tile, cache, base, rows, num_keys, size):
+def _gather_transposed(tile, cache, base, rows, num_keys, size):
     """Copy a tile's rows as float32 columns, sixteen keys at a time, and zeros below them."""
     for n in range(0, num_keys, 16):
         for d in range(0, size, 16):
@@ -221,36 +229,36 @@ def _softmax_tile(call, scratch, item, head, rows, tile, place):
             highest = cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
         if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
             slope = np.float32(call.alibi_slopes[first_head + r % call.group] * LOG2_E)
-            highest = tilt_row(s, at, slope, tile - (first_position + r // call.group))
+            highest = add_alibi(s, at, slope, tile - (first_position + r // call.group))
         first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
         if first > 0 or end < TILE_N:
             highest = mask_row(s, at, np.float32(first), np.float32(end))
         if call.block_q > 0 and first < TILE_N and end > 0:
-            highest = _hide_blocks(
+            highest = _mask_blocks(
                 call, s, at, item.seq, first_head + r % call.group,
                 item.first_token + r // call.group, tile, tile + max(first, 0),
                 tile + min(end, TILE_N), highest,
             )  # fmt: skip
         row = head * rows + r
         if call.per_token:
-            decay = weigh_row(scratch.state, row, s, s, at, highest)
+            decay = update_softmax_row(scratch.state, row, s, s, at, highest)
             multiply_row(scratch.weights, at, s, scratch.v_scales)
         else:
-            decay = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
+            decay = update_softmax_row(scratch.state, row, s, scratch.weights, at, highest)
         scratch.decay[place + r] = decay
 
 
 @inner()
-def _hide_blocks(call, s, at, seq, head, row, tile, key, end, highest):
+def _mask_blocks(call, s, at, seq, head, row, tile, key, end, highest):
     """Take the keys that the block mask hides out of a row's softmax; the row's greatest lanes."""
-    is_hiding = False
+    is_any_masked = False
     while key < end:
         hidden = hidden_end(call, seq, head, row, key, end)
         for n in range(key, hidden):
             s[at + n - tile] = -np.inf
-            is_hiding = True
+            is_any_masked = True
         key = hidden if hidden > key else (key // call.block_k + 1) * call.block_k
-    if not is_hiding:
+    if not is_any_masked:
         return highest
     highest = load(s, at)
     for n in range(at + 16, at + TILE_N, 16):

@@ -2,7 +2,7 @@
 
 Scores and mixes have two variants: four rows of queries at a time, and one row for the decode step
 of a model without grouped heads. Both add in the same order, so a row's result does not depend on
-the number of rows. (Transposed keys use ``products.score_turned``, which adds in another order.)
+the number of rows. (Transposed keys use ``products.score_transposed``, which adds in another order.)
 
 ============  ==================================  ==========================================
 name          computes                            in registers

@@ -48,7 +48,7 @@ def make_state(rows, width):
 
 
 @inner()
-def weigh_row(state, row, s, weights, at, highest):
+def update_softmax_row(state, row, s, weights, at, highest):
     """Turn a row of scores into weights and take them into ``m`` and ``l``.
 
     Returns the factor by which ``acc`` has to shrink before the tile's values are added.
@@ -106,14 +106,14 @@ def cap_row(s, at, cap):
 
 
 @inner()
-def tilt_row(s, at, slope, distance):
+def add_alibi(s, at, slope, distance):
     """Add slope × (key position - query position), which is ``distance`` at the first key."""
     highest = splat(np.float32(-np.inf))
     for n in range(0, TILE_N, 16):
         steps = add(lane_numbers(), splat(np.float32(distance + n)))
-        tilted = fma(splat(slope), steps, load(s, at + n))
-        store(s, at + n, tilted)
-        highest = maximum(tilted, highest)
+        biased = fma(splat(slope), steps, load(s, at + n))
+        store(s, at + n, biased)
+        highest = maximum(biased, highest)
     return highest
 
 

@@ -47,8 +47,8 @@ def pack_panels(panels, b, at, b_row, rows, steps):
         first = at + min(n, rows - PANEL) * b_row
         for d in range(0, steps, _SIDE):
             to = n * steps + d * PANEL
-            _turn_square(panels, to, b, first + d, b_row)
-            _turn_square(panels, to + _SIDE, b, first + d + _SIDE * b_row, b_row)
+            _transpose_square(panels, to, b, first + d, b_row)
+            _transpose_square(panels, to + _SIDE, b, first + d + _SIDE * b_row, b_row)
 
 
 @inner()
@@ -129,7 +129,7 @@ def _multiply_block(
 
 
 @intrinsic
-def _turn_square(typingctx, into, to, x, at, row):
+def _transpose_square(typingctx, into, to, x, at, row):
     """``into[to + PANEL * i + j] = x[at + row * j + i]`` for eight by eight numbers."""
 
     def codegen(context, builder, sig, args):

@@ -13,12 +13,12 @@ from .simd import fma, load, splat, store, zeros
 from .simd_pairs import are_pairs
 
 
-def score_turned(scores, q, q_at, num_rows, keys, num_keys, width):
+def score_transposed(scores, q, q_at, num_rows, keys, num_keys, width):
     """``scores[r, n] = Σ_d q[r, d] · keys[d, n]``, keys by columns; compiled code only."""
     raise NotImplementedError
 
 
-@inner_by_types(score_turned)
+@inner_by_types(score_transposed)
 def _(scores, q, q_at, num_rows, keys, num_keys, width):
     def of_float32(scores, q, q_at, num_rows, keys, num_keys, width):
         columns = (num_keys + 15) // 16 * 16

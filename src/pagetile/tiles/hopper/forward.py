@@ -69,14 +69,14 @@ from .softmax import (
     add_alibi,
     apply_mask,
     bound_of,
+    bounded_weights,
     cap,
     pack,
     scheduler_arrive,
     scheduler_wait,
     unpack,
+    update_softmax,
     warpgroup_barrier,
-    weigh,
-    weigh_bounded,
 )
 from .splits import make_last_wave, make_split_schedule
 
@@ -94,7 +94,7 @@ def _compute_role(
     if config.PINGPONG and WG == config.WARPGROUPS - 1:
         scheduler_arrive(0)
     STREAM: gl.constexpr = WG if config.EARLY else 0
-    GIVES_UP: gl.constexpr = config.EARLY and not config.HOLDS_Q
+    RELEASES_Q: gl.constexpr = config.EARLY and not config.HOLDS_Q
     tile_use = 0
     use = 0
     q_ring.barriers.wait_full(STREAM, tile_use)
@@ -107,7 +107,7 @@ def _compute_role(
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.barriers.release(0, use)
-    if GIVES_UP:
+    if RELEASES_Q:
         q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
     s = _scale_keys(s, k_scales, use)
     given = scoring
@@ -141,13 +141,13 @@ def _compute_role(
             q_ring, tile_use, num_tiles - 2,
         )  # fmt: skip
         if WIDTH <= 128:
-            state = _walk(0, num_tiles - 1, None, state, operands, WG)
+            state = _attend_tiles(0, num_tiles - 1, None, state, operands, WG)
         else:
             if config.CAUSAL or (config.SPARSE and config.HAS_WINDOW):
-                state = _walk(0, first_full, True, state, operands, WG)
-            state = _walk(first_full, first_left, False, state, operands, WG)
+                state = _attend_tiles(0, first_full, True, state, operands, WG)
+            state = _attend_tiles(first_full, first_left, False, state, operands, WG)
             if config.HAS_WINDOW and not config.SPARSE:
-                state = _walk(first_left, num_tiles - 1, True, state, operands, WG)
+                state = _attend_tiles(first_left, num_tiles - 1, True, state, operands, WG)
         use, p, acc, m, l, _ = state
         first = metadata.read(tile_use, TOKEN)
         num_tokens = metadata.read(tile_use, NUM_TOKENS)
@@ -165,7 +165,7 @@ def _compute_role(
         # The last product with values overlaps the next tile's first product with keys. After the
         # last tile that is one extra product on stale data, whose result is discarded.
         tile_use += 1
-        if GIVES_UP:  # the product goes on while the next queries are loaded
+        if RELEASES_Q:  # the product goes on while the next queries are loaded
             if config.PINGPONG:
                 scheduler_wait(WG)
             v_ring.barriers.wait_full(0, use)
@@ -173,7 +173,7 @@ def _compute_role(
         q_ring.barriers.wait_full(STREAM, tile_use)
         num_tiles = metadata.read(tile_use, NUM_TILES)
         q = _take_queries(q_ring, tile_use, k_ring, config, WG)
-        if GIVES_UP:
+        if RELEASES_Q:
             s, acc = _score_next(q, k_ring, use, acc, num_tiles > 0, config, WG)
             q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
         else:
@@ -217,10 +217,10 @@ def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constex
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
     if config.BOUNDED:
-        weights, l = _weigh_bounded(s, l, causal_limit, num_keys, scoring, True, config)
+        weights, l = _update_bounded_softmax(s, l, causal_limit, num_keys, scoring, True, config)
     else:
         s = _apply_score_mods(s, causal_limit, num_keys, scoring, slope, True, config)
-        weights, _, m, l = weigh(s, m, l, scoring.scale)
+        weights, _, m, l = update_softmax(s, m, l, scoring.scale)
     return weights, causal_limit, m, l
 
 
@@ -278,7 +278,7 @@ def _apply_score_mods(s, causal_limit, num_keys, scoring, slope, masked, config)
 
 
 @gluon.jit
-def _weigh_bounded(s, l, causal_limit, num_keys, scoring, masked, config):
+def _update_bounded_softmax(s, l, causal_limit, num_keys, scoring, masked, config):
     """Weights of a tile's products, capped and masked, and the new sum of each row.
 
     No maximum is looked for, and earlier sums stay as they are. The mask comes after the
@@ -288,7 +288,7 @@ def _weigh_bounded(s, l, causal_limit, num_keys, scoring, masked, config):
         s = apply_mask(
             s, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
         )
-    weights = weigh_bounded(cap(s, scoring.inner), scoring.scale)
+    weights = bounded_weights(cap(s, scoring.inner), scoring.scale)
     if masked:
         weights = apply_mask(
             weights, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
@@ -421,7 +421,7 @@ def _score_next(q, k_ring, use, acc, has_next, config, WG: gl.constexpr):
 
 
 @gluon.jit
-def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
+def _attend_tiles(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
     """Visit some tiles to the left; ``MASKED``: all, none, or (None) those at both ends."""
     use, p, acc, m, l, causal_limit = state
     (
@@ -457,12 +457,12 @@ def _attend_tile(
         q_ring.barriers.release_if(WG, tile_use, is_last)
     s = _scale_keys(s, k_scales, use + 1)
     if config.BOUNDED:
-        weights, l = _weigh_bounded(s, l, causal_limit, TILE_N, scoring, masked, config)
+        weights, l = _update_bounded_softmax(s, l, causal_limit, TILE_N, scoring, masked, config)
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
     else:
         s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
-        weights, decay, m, l = weigh(s, m, l, scoring.scale)
+        weights, decay, m, l = update_softmax(s, m, l, scoring.scale)
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
         acc = times(acc, decay)

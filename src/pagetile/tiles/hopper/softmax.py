@@ -100,7 +100,7 @@ def apply_mask(
 
 
 @gluon.jit
-def weigh(s, m, l, scale):
+def update_softmax(s, m, l, scale):
     """Weights of a tile's scores, the factor of earlier sums, and the new maximum and sum."""
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
     # Where no key was seen yet, -inf - -inf would be no number.
@@ -111,7 +111,7 @@ def weigh(s, m, l, scale):
 
 
 @gluon.jit
-def weigh_bounded(s, scale):
+def bounded_weights(s, scale):
     """Weights of a tile's capped scores, with ``bound_of``'s number for every row's maximum."""
     return gl.exp2(gl.fma(s, scale, -PART_OF_CAP * scale))
 

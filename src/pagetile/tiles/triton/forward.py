@@ -31,7 +31,7 @@ from .online_softmax import (
     precision_of,
     scale_weights,
     tanh,
-    weigh,
+    update_softmax,
 )
 from .visible_blocks import compact_position, logical_keys
 
@@ -79,7 +79,7 @@ def _load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def walk(
+def attend_tiles(
     m, l, acc, unit, q, low, high, first_key, end_key, row_first, row_end, position, slopes,
     k_cache, v_cache, table, k_scale, v_scale,
     score_scale, soft_cap, block_size,
@@ -132,7 +132,7 @@ def walk(
         if MASKED:
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
-        p, decay, m, l = weigh(s, m, l)
+        p, decay, m, l = update_softmax(s, m, l)
         if SCALED:
             at = v_scale + block * vs_block + slot * vs_slot
             scales = tl.load(at, mask=used, other=0.0)
@@ -253,7 +253,7 @@ def forward_kernel(
             start, stop = whole_low, whole_high
         else:
             start, stop = whole_high, high
-        m, l, acc, unit = walk(
+        m, l, acc, unit = attend_tiles(
             m, l, acc, unit, q_tile, start, stop, first_key, end_key, row_first, row_end, position,
             slopes, k_cache, v_cache, table, k_scale, v_scale, scale, soft_cap, block_size,
             k_block, k_slot, v_block, v_slot,

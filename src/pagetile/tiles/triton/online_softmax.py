@@ -24,7 +24,7 @@ def precision_of(*widths):
 
 
 @triton.jit
-def weigh(s, m, l):
+def update_softmax(s, m, l):
     """From a tile's scores ``[..., N]`` and a state: weights, the decay of ``acc``, new m and l."""
     new_m = tl.maximum(m, tl.max(s, -1))
     pivot = finite(new_m)

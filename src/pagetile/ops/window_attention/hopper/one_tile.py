@@ -151,11 +151,11 @@ def _mask_half(s, word, mask_value):
     ONE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     W: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     lane = gl.arange(0, 4, LANE)[None, None, :, None]
-    retry_bit = 1 << (
+    bit = 1 << (
         8 * gl.arange(0, 4, EIGHT)[None, :, None, None] + gl.arange(0, 2, ONE)[None, None, None, :]
     )
     word = gl.convert_layout(word, W, assert_trivial=True)[:, None, None, None] >> (2 * lane)
-    return gl.where((word & retry_bit) != 0, s, s + mask_value)
+    return gl.where((word & bit) != 0, s, s + mask_value)
 
 
 @gluon.jit

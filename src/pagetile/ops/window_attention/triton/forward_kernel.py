@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....tiles.triton.online_softmax import finish, weigh
+from ....tiles.triton.online_softmax import finish, update_softmax
 from .tiles import (
     RELOADED,
     head_scale,
@@ -104,7 +104,7 @@ def attend(
                 offsets, mask_at, is_masked, rows, keys, head, centre, mask_value, mask_row,
                 num_heads, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, False,
             )  # fmt: skip
-            p, decay, m, l = weigh(s, m, l)
+            p, decay, m, l = update_softmax(s, m, l)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="tf32x3")
             first += TILES[t]
         # finish and store
