@@ -245,7 +245,8 @@ def run(
     sort((-(-num_entries // SORT_TILE), 1, 1), order, starts, experts, num_pairs)
     first = make_gate_up(
         x.dtype, hidden_size, inner_size, _are_aligned(x, gate, up), gate.stride(),
-        _strides(gate_bias), up.data_ptr() == gate.data_ptr() + gate.element_size(), activation, tile_m,
+        _strides(gate_bias), up.data_ptr() == gate.data_ptr() + gate.element_size(), activation,
+        tile_m,
     )  # fmt: skip
     first(
         (-(-inner_size // first.constants["TILE_N"]), num_pairs, 1),

@@ -1,4 +1,4 @@
-"""The gradients of attention on a CPU: five products a tile, nothing saved but out and lse.
+"""Attention backward on a CPU: scores are recomputed from the saved log-sum-exp, tile by tile.
 
 ::
 
@@ -11,9 +11,9 @@
               │ dK dV  │ ·  │ P  │ …                     dV += Pᵀ dout,  dK += dSᵀ Q,  dQ += dS K
               └────────┴────┴────┴──                 store dK, dV
 
-One *item* of work is a KV head of a sequence and some of its queries: it is the only one to add
-to their ``dQ``, and it has its own ``dK`` and ``dV``, which are summed at the end in the order of
-the items. So nothing is atomic, and the same inputs give the same bits.
+A work item is a KV head of a sequence and a chunk of its queries. No other item adds to the ``dQ``
+of these queries, and each has its own ``dK`` and ``dV``, which are summed at the end in a fixed
+order. So nothing is atomic, and the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ...tiles.cpu.threads import on_team, run_together
 from .problem import Problem, strides_of
 
 TILE = 64  # queries, and keys, of a tile
-_SMALL = 1 << 18  # multiply-adds of a product that take a thread about as long as waking another
+_SMALL = 1 << 18  # multiply-adds: fewer take one thread no longer than waking a second
 
 GradientsCall = namedtuple(
     "GradientsCall",
@@ -82,7 +82,7 @@ def _differentiate(parallel, num_threads, call, num_seqs, num_kv_heads, num_chun
 
 @inner()
 def _take_items(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
-    """Take items until none is left."""
+    """Compute work items until none is left."""
     while True:
         taken = take_number(counter)
         if taken >= num_seqs * num_kv_heads * num_chunks:
@@ -140,7 +140,7 @@ def _load_keys(call, scratch, item, n, keys):
     row = item.first_key + n if ragged else n
     seq = 0 if ragged else item.seq
     at = seq * call.v_seq + row * call.v_token + item.kv_head * call.v_head
-    # By way of the room for rows of d_out, which come after.
+    # scratch.d_out is free here: _load_queries fills it later.
     load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size, TILE)
     transpose(scratch.v_transposed, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
     at = seq * call.k_seq + row * call.k_token + item.kv_head * call.k_head
@@ -161,7 +161,7 @@ def _load_queries(call, scratch, item, head, m, rows):
     )
     for r in range(rows):
         at = (item.first_row + m + r) * call.num_heads + head
-        # A row that sees no key has no weights: 2 ** (s - inf) is 0.
+        # A row without a visible key gets weights of 0: 2 ** (s - inf).
         scratch.lse[r] = call.lse[at] * LOG2_E if call.lse[at] > -np.inf else np.inf
         scratch.delta[r] = call.delta[at]
 
@@ -195,7 +195,7 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     to = ((item.first_row + m) * call.num_heads + head) * width
     whole, step = rows // 4 * 4, call.num_heads * width
     multiply(call.dq, to, step, scratch.ds, 0, TILE, 1, scratch.k, width, whole, width, keys, True)
-    if whole < rows:  # what lies below in dQ may be another thread's
+    if whole < rows:  # a block of four rows would also write rows of dQ of another thread
         multiply(
             scratch.rest, 0, width, scratch.ds, whole * TILE, TILE, 1, scratch.k, width,
             4, width, keys, False,
@@ -208,7 +208,10 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
 
 @inner()
 def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
-    """Scores and dout · v to weights and gradients of scores; row 0 is ``distance`` past key 0."""
+    """Turn ``S`` and ``dout Vᵀ`` into ``P`` and ``dS`` in place.
+
+    The position of row 0 is ``distance`` past key 0.
+    """
     nothing, one = splat(np.float32(0)), splat(np.float32(1))
     factor = splat(np.float32(call.scale * LOG2_E))
     if call.cap > 0:
@@ -265,7 +268,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
-    """Prepare rows, walk the items, and add up what they left."""
+    """Compute delta, run the work items, and sum dK and dV over chunks of queries."""
     device = DeviceInfo.of(q.device)
     delta = (d_out.float() * out.float()).sum(dim=-1)
     if d_lse is not None:
@@ -301,7 +304,7 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
 
 
 def _cut(problem, device):
-    """Threads, pieces that a sequence's queries are cut into, and queries of a piece."""
+    """Return the number of threads, chunks of a sequence's queries, and queries of a chunk."""
     pairs = problem.num_seqs * problem.max_query_len * problem.max_seq_len
     work = pairs * problem.num_heads * (problem.head_size + problem.v_head_size)
     num_threads = device.num_workers if work > _SMALL else 1

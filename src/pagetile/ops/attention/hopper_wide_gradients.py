@@ -1,15 +1,15 @@
-"""The gradients of attention on Hopper for heads wider than 128; see ``hopper_gradients``.
+"""Attention backward on Hopper for heads wider than 128; see ``hopper_gradients``.
 
-What is summed up of 64 keys, 2 × 256 columns, fills the registers of two warpgroups. So a program
-holds 64 keys, and each warpgroup half of the columns of all three sums. One computes ``P``, the
-other ``dS``::
+``dK`` and ``dV`` of 64 keys, 2 × 256 columns, fill the registers of two warpgroups. So a program
+owns 64 keys, and each warpgroup half of the columns of ``dK``, ``dV`` and ``dQ``. One computes
+``P``, the other ``dS``::
 
     0:  Pᵀ = exp(k qᵀ - lse) ─┐                        ┌─ dV += Pᵀ dO   dK += dSᵀ q   dQ += dS k
                               ├─ shared memory, both ──┤
-    1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ of columns 0 to 127, and from 128 on
+    1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ 0: columns 0 to 127, 1: from 128 on
 
-The first uses ``dS`` a step after the second made it, so it waits for nothing of the same step and
-multiplies while the other computes ``dS``.
+The first warpgroup uses ``dS`` one step after the second computed it, so it multiplies while the
+second computes the next ``dS``.
 """
 
 from triton.experimental import gluon
@@ -50,7 +50,7 @@ class Weights:
 
 @gluon.jit
 def make_weights(dtype: gl.constexpr, config):
-    """Room for two tiles of each."""
+    """Allocate two tiles of each, and their barriers."""
     p = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
     p_barriers = make_barriers(1, 2, 1, 1)
     ds = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
@@ -59,20 +59,20 @@ def make_weights(dtype: gl.constexpr, config):
 
 @gluon.jit
 def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
-    """128 columns of a tile, which lie together."""
+    """128 columns of a tile; the swizzled layout stores them contiguously."""
     return piece._reinterpret(piece.dtype, [2, R, HALF], SWIZZLED).index(INDEX)
 
 
 @gluon.jit
 def _start_dq(ds, k_half, config):
-    """Start the product of a warpgroup's half of the queries' gradients."""
+    """Start the product for a warpgroup's half of the columns of ``dQ``."""
     dq = gl.zeros([config.TILE_M, HALF], gl.float32, product_layout(HALF))
     return warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add_dq(d_q, dq, row, config, WG: gl.constexpr):
-    """Add it to the sums of the tile that begins with ``row``, 16 bytes a thread."""
+    """Add to ``dQ`` of the tile that begins with ``row``, 16 bytes a thread."""
     LAYOUT: gl.constexpr = wide_rows(HALF)
     dq = gl.convert_layout(dq, LAYOUT)
     r = row + gl.arange(0, config.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -84,7 +84,7 @@ def _add_dq(d_q, dq, row, config, WG: gl.constexpr):
 def _p_step(
     d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys, window, scale, config
 ):  # fmt: skip
-    """The first warpgroup: ``P`` of a tile, and products with it and the previous ``dS``."""
+    """First warpgroup: compute ``P`` of a tile; multiply with it and with the previous ``dS``."""
     M: gl.constexpr = config.TILE_M
     slot = memory.barriers.slot(0, use)
     last_slot = memory.barriers.slot(0, gl.maximum(use - 1, 0))
@@ -115,7 +115,7 @@ def _p_step(
 
 @gluon.jit
 def _ds_step(d_q, dk, dv, memory, weights, use, row, config):
-    """Make what a tile's weights change by; use both."""
+    """Second warpgroup: compute ``dS`` of a tile; multiply with it and with ``P``."""
     M: gl.constexpr = config.TILE_M
     slot = memory.barriers.slot(0, use)
     v = as_tile(memory.v.index(0), ROWS, config.WIDTH)
@@ -145,13 +145,13 @@ def _ds_step(d_q, dk, dv, memory, weights, use, row, config):
 
 @gluon.jit
 def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup):
-    """A warpgroup: all tiles of queries that see the program's keys."""
+    """One warpgroup: visit all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = config.TILE_M
     walk = find_walk(batch, config)
     dk = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     dv = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
-    if WG == 1:  # before the first step comes one of zeros
+    if WG == 1:  # the first step reads a previous ``dS`` of zeros
         weights.ds.index(0).store(gl.zeros([ROWS, M], weights.ds.dtype, product_layout(M)))
         fence_async_shared()
         weights.ds_barriers.fill(0, 0)

@@ -5,8 +5,8 @@
     s[n] = q · keys[n] * scale * k_scale[n]     p[n] = 2 ** (s[n] - m)     l += Σ p[n]
     acc += Σ (p[n] * v_scale[n]) * values[n]
 
-The scales of an 8-bit cache multiply scores and weights. A scale for a whole head is instead part
-of ``scale``, and of the division by the softmax's sum at the end.
+Per-token scales of an 8-bit cache multiply scores and weights. Per-head scales are instead part of
+``scale``, and of the division by the softmax's sum at the end.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .products import score_transposed
 from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
 
 FEW_ROWS = 16
-"""Up to this many rows of an item, keys and values are converted for every four rows; for more they
-are gathered once. For a sequence with more rows, keys may be transposed, which affects its bits."""
+"""Up to this many rows of an item, keys and values are converted for every four rows; with more,
+only once. For a sequence with more rows, keys may be transposed, which changes its bits."""
 
 
 @inner()
 def find_rows(call, scratch, side, item, tile, low, high):
-    """Offsets of a tile's keys, values and their scales at the item's first head.
+    """Compute the offsets of a tile's keys, values and scales at the item's first head.
 
-    Keys before ``low`` or from ``high`` on may lie in blocks that hold anything: their places
-    repeat the nearest visible key, and the mask takes them out.
+    Keys before ``low`` or from ``high`` on may be in undefined blocks: their offsets repeat the
+    nearest visible key's, and they are masked.
     """
     first, last = max(tile, low), min(tile + TILE_N, high)
     index, slot = first // call.block_size, first % call.block_size
@@ -83,7 +83,7 @@ def attend_tile(call, scratch, side, item, rows, tile, num_keys):
 
 @inner()
 def _attend_by_key(call, scratch, side, item, tile, num_keys):
-    """Heads of one row each: the scores of all, their softmaxes, the values of all."""
+    """Heads of one row each: scores of all heads, their softmaxes, then values of all heads."""
     score_heads(
         scratch.scores, scratch.lanes, scratch.q, item.num_heads, call.k_cache, call.k_head,
         scratch.k_rows[side], scratch.k_rows[1 - side], TILE_N, call.width,
@@ -100,7 +100,7 @@ def _attend_by_key(call, scratch, side, item, tile, num_keys):
 
 @inner()
 def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
-    """One head's rows, which share what is read of it."""
+    """One head's rows, which share each key and value that is read."""
     at = head * rows
     width, v_width = call.width, call.v_width
     k_base, v_base = head * call.k_head, head * call.v_head
@@ -108,10 +108,12 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
     tile_rows = scratch.tile_rows
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
-    # By the sequence, not by the item: which of its rows travel together is to show in no bits.
+    # By the sequence's rows, not the item's, so that bits do not depend on the division into items.
     if call.transposed and query_len * call.group > FEW_ROWS:
         _gather_transposed(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
-        score_transposed(scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width)
+        score_transposed(
+            scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width
+        )
     elif rows > FEW_ROWS or call.head_size != width:
         _gather(
             scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
@@ -162,7 +164,7 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
             store(tile, n * width + d, load(cache, source + d))
         if whole < size:
             store(tile, n * width + whole, load_half(cache, source + whole))
-    if num_keys < TILE_N:  # keys may be taken in pairs; the weight of this one is 0
+    if num_keys < TILE_N:  # keys may be multiplied in pairs; the weight of this one is 0
         tile[num_keys * width : (num_keys + 1) * width] = 0
 
 
@@ -195,13 +197,13 @@ def _gather_transposed(tile, cache, base, rows, num_keys, size):
 
 @inner()
 def _sixteen(x, at, left):
-    """Sixteen numbers, or the last eight."""
+    """Load sixteen elements, or the last eight."""
     return load(x, at) if left >= 16 else load_half(x, at)
 
 
 @inner()
 def _fetch_scales(call, scratch, side, kv_head):
-    """The scales of a tile's keys and values in one KV head."""
+    """Load the scales of a tile's keys and values in one KV head."""
     for n in range(TILE_N):
         row = scratch.k_scale_rows[side, n] + kv_head * call.k_scale_head
         scratch.k_scales[n] = call.k_scale[row]
@@ -250,7 +252,7 @@ def _softmax_tile(call, scratch, item, head, rows, tile, place):
 
 @inner()
 def _mask_blocks(call, s, at, seq, head, row, tile, key, end, highest):
-    """Take the keys that the block mask hides out of a row's softmax; the row's greatest lanes."""
+    """Mask a row's keys by the block mask; return the row's maxima by lane."""
     is_any_masked = False
     while key < end:
         hidden = hidden_end(call, seq, head, row, key, end)
