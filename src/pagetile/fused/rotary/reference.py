@@ -1,4 +1,4 @@
-"""The same by torch's own operations: the formula."""
+"""Rotary position embedding by torch's own operations."""
 
 from __future__ import annotations
 

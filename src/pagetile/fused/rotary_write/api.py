@@ -34,12 +34,12 @@ def rotate_and_write(
 ) -> Tensor:
     """Return the queries for attention; write keys and values to their slots.
 
-    The same as ``rms_norm`` of the heads of queries and keys, ``rotate``, and ``write_kv``.
+    Equals ``rms_norm`` of the heads of queries and keys, ``rotate``, and ``write_kv``.
 
     Args:
         qkv: ``[num_tokens, heads.width]`` float32, float16 or bfloat16: a token's queries, keys
             and values, head after head.
-        cos: ``[1, num_tokens, n]`` as for ``rotate``, or ``None`` with ``sin``: nothing turns.
+        cos: ``[1, num_tokens, n]`` as for ``rotate``; ``None`` (with ``sin``): no rotation.
         sin: The same.
         heads: How a row is divided.
         k_cache: As for ``write_kv``, and so the three below.

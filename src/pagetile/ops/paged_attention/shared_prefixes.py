@@ -164,7 +164,7 @@ def _lay_out(
 
 
 def _find_moves(batch: PagedBatch, prefixes: PagedBatch, num_tokens: int) -> Tensor:
-    """Return how far the first pass shifts each row's position, ``[num_tokens]``."""
+    """Return by how much the first pass shifts each row's position, ``[num_tokens]``."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=batch.seq_lens.device)
 
     def positions(passes: PagedBatch) -> Tensor:

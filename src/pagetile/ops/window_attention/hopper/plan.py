@@ -14,8 +14,8 @@ from ..problem import Problem
 from .constants import ONE_HOT_COLUMNS, ONE_TILE_TOKENS, PIECE, Q_STAGES
 
 _LEAST_COLUMNS = 32  # of a matrix product
-_SHARED_BYTES = 232_448  # that one program may allocate
-_RESERVED_BYTES = 1024  # that the system takes for each program
+_SHARED_BYTES = 232_448  # shared memory that one program may allocate
+_RESERVED_BYTES = 1024  # shared memory that the driver reserves for each program
 _SM_SHARED_BYTES = _SHARED_BYTES + _RESERVED_BYTES
 _SMALL_BYTES = 2048  # ones, barriers and warp-specialization state; more than the identity matrix
 # (warps of a stream, streams, registers of a thread, products of a piece), fastest first (lab log).
