@@ -1,4 +1,4 @@
-"""The shell lines of the README run, in this process; those that do not are listed here."""
+"""The shell lines of the README run in this process, except those listed here."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def impl(request):
 
 
 def by_hand(x, weight, eps, kind, cos, sin, is_shared):
-    """Of float64 heads ``[num_tokens, heads, size]``."""
+    """The result for float64 heads ``[num_tokens, heads, size]``."""
     if weight is not None:
         x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + (kind == "shifted"))
     if cos is None:

@@ -46,7 +46,7 @@ def written_by_hand(new, cache, slots):
 
 
 def assert_same_memory(cache, expected):
-    """Equal bit for bit, NaN in the places that nothing was written to included."""
+    """Equal bit for bit, including NaN in the slots that nothing was written to."""
     as_integers = torch.int32 if cache.dtype == F32 else torch.int16
     assert torch.equal(cache.contiguous().view(as_integers), expected.view(as_integers))
 

@@ -44,7 +44,7 @@ def test_products_are_numpys(rows, columns, steps, turned, adds):
 
 
 def test_a_sum_has_the_same_bits_in_every_block():
-    """However many rows travel with it, and whatever columns lie beside it."""
+    """Its bits do not depend on the number of rows or on neighbouring columns."""
     a = RANDOM.standard_normal((28, 50)).astype(np.float32)
     b = RANDOM.standard_normal((50, 80)).astype(np.float32)
 
@@ -82,7 +82,7 @@ SIGNATURES = {
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="fewer registers than a block needs")
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_sums_stay_in_registers(function):
-    """A sum that is kept on the stack is loaded and stored at every step."""
+    """A sum on the stack would be loaded and stored at every step."""
     loops = loops_of_products(function, SIGNATURES[function])
     assert len(loops) >= 2
     assert not [line for loop in loops for line in spills(loop)]

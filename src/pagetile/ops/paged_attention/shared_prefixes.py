@@ -40,7 +40,7 @@ _MOST_ROWS = 512
 and more, would leave too many multiprocessors idle."""
 
 
-def pays(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
+def saves_time(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
     """Return whether sharing is expected to be faster, from upper bounds on the host."""
     sizes = problem.head_size + problem.v_head_size
     bytes_per_key = problem.num_kv_heads * sizes * problem.kv_dtype.itemsize

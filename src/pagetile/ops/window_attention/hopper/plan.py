@@ -33,7 +33,7 @@ _MOST_WASTED = 1.1  # padded rows of tiles of 128, relative to tiles of 64
 _WAVES = 4
 _ROWS_SETUP = 5.0  # start-up time of a row program in windows: it also writes its sums
 # Programs of a multiprocessor where a window is one tile (measured): fewer programs leave each
-# more registers, which pays where a window has more to compute.
+# more registers, which is faster where a window has more to compute.
 _FORWARD_PROGRAMS = 5
 _GRADIENT_PROGRAMS = ((48, 3), (ONE_TILE_TOKENS, 2))  # (most tokens, programs)
 
