@@ -79,7 +79,7 @@ TINY = AttentionCase(
     "tiny",
     PagedCase(query_lens=(1, 1), seq_lens=(30, 7), head_size=16),
     (at_least("x sdpa", 0.0), at_most("share of read bandwidth", 0.0)),
-    beside=("block 4", PagedCase(query_lens=(1, 1), seq_lens=(30, 30), block_size=4)),
+    versus=("block 4", PagedCase(query_lens=(1, 1), seq_lens=(30, 30), block_size=4)),
 )
 
 
@@ -330,7 +330,7 @@ def test_decode_is_measured_in_turns_with_reading(monkeypatch):
     _refuse_to_compile(monkeypatch)
     monkeypatch.setattr(gpu_attention, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_attention, "_HOST_ROUNDS", 1)
-    case = dataclasses.replace(DECODE, seq_lens=(64, 64), beside=("even", (32, 32), DECODE.shape))
+    case = dataclasses.replace(DECODE, seq_lens=(64, 64), versus=("even", (32, 32), DECODE.shape))
     assert [c.what for c in case.verify() if "2 x 32, " in c.what and c.passed] != []  # "even", too
     measurement = case.measure(repeats=2)
     assert {"share of read bandwidth", "x sdpa flash", "GB/s / even"} <= set(measurement.metrics)
@@ -340,7 +340,7 @@ def test_decode_is_measured_in_turns_with_reading(monkeypatch):
         == uneven.absent["flex"]
         == ("unsupported: sequences of several lengths")
     )
-    several = dataclasses.replace(case, beside=None, has_compiled_peers=False).measure(repeats=1)
+    several = dataclasses.replace(case, versus=None, has_compiled_peers=False).measure(repeats=1)
     assert several.absent["flex"].startswith("left out: it compiles")
     assert {
         len(time.seconds) for name, time in measurement.times.items() if "host" not in name
