@@ -47,7 +47,7 @@ class _Worker:
     process: Any
     connection: Connection
     number: int = -1
-    """Of its task."""
+    """Index of its task."""
     begin: float = 0.0
 
     def kill(self) -> None:

@@ -356,7 +356,7 @@ def test_a_row_with_many_logprobs_leaves_those_of_its_neighbours_as_they_are():
 
 
 def sample_both_ways(logits, inputs, host_rows, **options):
-    """What a sampler of four rows chooses with torch and with kernels, and the samplers."""
+    """The choices of a sampler of four rows with torch and with kernels, and the samplers."""
     found = []
     for device, kernels in ((torch.device("cpu"), None), (home(), triton_draw)):
         sampler = Sampler(4, logits.shape[1], device)

@@ -85,7 +85,7 @@ def test_the_model_generates_by_itself_before_and_after(family):
     assert model.generate(prompt, **options).tolist() == before
 
 
-# What a model's attention is made of is read from the model.
+# The parts of a model's attention are read from the model.
 
 
 def change_slopes(monkeypatch, change) -> None:
@@ -140,7 +140,7 @@ def test_gptj_rotates_as_much_as_it_says(rotary_dim):
     assert_exact(model)
 
 
-# What is not what it seems is refused.
+# Models that differ from their family are refused.
 
 
 def attention_modules(model) -> list:

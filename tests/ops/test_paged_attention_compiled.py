@@ -211,7 +211,7 @@ def test_decode_beside_a_prefill_waits_at_its_end(tmp_path):
     question = problem(4, 128)
     form = call_form(question, features=False)
     plan = make_gpu_plan(question, H200, hopper=True)
-    call = triton.prepare(question, form, plan, SPECIALISED, is_beside=True)
+    call = triton.prepare(question, form, plan, SPECIALISED, overlaps_prefill=True)
     assert count_waits(call.launch.launcher, tmp_path) == (1, 0)
 
 

@@ -10,7 +10,7 @@ from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import Problem, make_plan
 from pagetile.ops.paged_attention.checks import check_plan
 from pagetile.ops.paged_attention.plan import (
-    fit_beside,
+    fit_to_prefill,
     make_gpu_plan,
     make_hopper_prefill_plan,
     refuse_hopper_decode,
@@ -255,7 +255,7 @@ def test_decode_beside_a_prefill_has_as_many_ctas_as_suit_its_tiles():
 
     def programs(num_prompt_tokens):
         mixed = replace(DECODE, num_tokens=63 + num_prompt_tokens, max_query_len=num_prompt_tokens)
-        return fit_beside(decode, make_plan(mixed, H200), mixed, H200).num_programs
+        return fit_to_prefill(decode, make_plan(mixed, H200), mixed, H200).num_programs
 
     per_tile = 128 // DECODE.group
     assert programs(1) == decode.num_programs

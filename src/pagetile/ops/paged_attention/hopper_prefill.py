@@ -65,11 +65,11 @@ def prepare(
             f"unpacks={own.unpacks}: plan_paged_attention for these tensors"
         )
     # The kernel would not wait for a conversion between the two launches.
-    is_beside = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
-    beside = own if is_beside else None
-    short = prepare_short(problem, form, plan, SPECIALISED, beside=beside)
+    overlaps_prefill = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
+    prefill = own if overlaps_prefill else None
+    short = prepare_short(problem, form, plan, SPECIALISED, prefill=prefill)
     unpack = prepare_unpacking(problem, form, device) if own.unpacks else None
-    return functools.partial(_run, problem, short, unpack, own.divides_keys, is_beside)
+    return functools.partial(_run, problem, short, unpack, own.divides_keys, overlaps_prefill)
 
 
 def _is_written_in_place(form: CallForm) -> bool:
@@ -85,13 +85,13 @@ def _is_invariant(plan: GpuPlan | None) -> bool:
 
 def _run(
     problem: Problem, short: PreparedLaunch | None, unpack: UnpackLaunch | None,
-    divides_keys: bool, is_beside: bool, call: Arguments,
+    divides_keys: bool, overlaps_prefill: bool, call: Arguments,
 ) -> AttentionOutput:  # fmt: skip
     """Fill ``out``. The short sequences' launch comes last, overlapping this one's, or first."""
     q, batch = call.q, pack(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if short is not None and not is_beside:
+    if short is not None and not overlaps_prefill:
         short(call._replace(out=out, batch=batch), lse)
     k, v, tables = call.k_cache, call.v_cache, batch.block_tables
     if unpack is not None:
@@ -118,7 +118,7 @@ def _run(
         v_scale=_of_heads(problem, call.v_scale),
         is_unpacked=unpack is not None,
     )
-    if short is not None and is_beside:
+    if short is not None and overlaps_prefill:
         short(call._replace(out=out, batch=batch), lse)
     return AttentionOutput(out, lse)
 

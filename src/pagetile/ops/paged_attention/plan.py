@@ -249,7 +249,7 @@ def make_gpu_plan(
     programs = 1 if is_wide else tiles.programs
     num_programs = _align(programs * device.num_workers, pairs)
     # Merging many short splits of a head takes longer than reading them, and so does waiting until
-    # a second CTA fits beside the previous kernel's. Then use one CTA on each multiprocessor, if
+    # a second CTA fits with the previous kernel's. Then use one CTA on each multiprocessor, if
     # its tiles in flight keep the memory busy.
     is_few = pairs * _FEW_SPLITS <= num_programs * tiles.programs // programs
     halving_size = 4 * tiles.tile_n if is_many and programs == 2 else 0
@@ -281,7 +281,9 @@ def make_gpu_plan(
     )
 
 
-def fit_beside(plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: DeviceInfo) -> GpuPlan:
+def fit_to_prefill(
+    plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: DeviceInfo
+) -> GpuPlan:
     """Return the plan of a decode that overlaps a prefill, with a suitable number of CTAs.
 
     A CTA of the prefill occupies a multiprocessor. If few have tiles, decode gets the others, so
