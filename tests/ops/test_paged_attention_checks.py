@@ -119,23 +119,23 @@ SHAPES = {
     "another negative bound": ({"max_seq_len": lambda _: -5}, "max_seq_len is -5"),
     "a bound on a device": ({"max_seq_len": torch.tensor}, "max_seq_len is tensor(20) | .item()"),
     "a window without end": ({"sliding_window": lambda _: 2**70}, "sliding_window is | of 64 bits"),
-    "exchanged_in_memory q": (
+    "q transposed in memory": (
         {"q": exchanged_in_memory},
         "q has stride 4 in its last dimension | q.contiguous()",
     ),
-    "exchanged_in_memory k_cache": (
+    "k_cache transposed in memory": (
         {"k_cache": exchanged_in_memory},
         "k_cache has stride 2 in its last dimension",
     ),
-    "exchanged_in_memory v_cache": (
+    "v_cache transposed in memory": (
         {"v_cache": exchanged_in_memory},
         "v_cache has stride 2 in its last dimension",
     ),
-    "exchanged_in_memory out": (
+    "out transposed in memory": (
         {"out": exchanged_in_memory},
         "out has stride 4 in its last dimension",
     ),
-    "exchanged_in_memory tables": (
+    "tables transposed in memory": (
         {"block_tables": exchanged_in_memory},
         "block_tables has stride 3 in its last dimension",
     ),

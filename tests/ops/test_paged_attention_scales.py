@@ -79,12 +79,12 @@ def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other(attend, where, kv_d
 def test_scales_may_have_any_strides(attend, scales):
     inputs = make_inputs(replace(CASE, scales=scales))
 
-    def turned(scale):
+    def strided(scale):
         room = torch.full((*reversed(scale.shape), 3), math.nan)
         view = room[..., 1].permute(*reversed(range(scale.dim())))
         return view.copy_(scale)
 
-    other = with_scales(inputs, turned)
+    other = with_scales(inputs, strided)
     assert other.options["k_scale"].stride(-1) > 1
     assert_same(attend(other), attend(inputs))
 

@@ -18,25 +18,25 @@ def run(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, a
 
 
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "steps"),
     [(4, 16, 1), (8, 64, 3), (4, 80, 0), (12, 144, 17), (16, 32, 5), (20, 80, 9), (64, 64, 2)],
 )
-def test_products_are_numpys(rows, columns, steps, turned, adds):
-    a = RANDOM.standard_normal((steps, rows) if turned else (rows, steps)).astype(np.float32)
+def test_products_are_numpys(rows, columns, steps, transposed, adds):
+    a = RANDOM.standard_normal((steps, rows) if transposed else (rows, steps)).astype(np.float32)
     b = RANDOM.standard_normal((steps, columns + 16)).astype(np.float32)
     c = np.full((rows + 1, columns + 32), np.nan, np.float32)
     c[:rows, 16 : columns + 16] = before = RANDOM.standard_normal((rows, columns))
     if not adds:
         c[:rows, 16 : columns + 16] = np.nan  # what was there does not matter
     flat = np.concatenate([np.full(3, np.nan, np.float32), a.ravel()])
-    strides = (1, rows) if turned else (steps, 1)
+    strides = (1, rows) if transposed else (steps, 1)
     run(
         c.reshape(-1), 16, columns + 32, flat, 3, *strides, b.reshape(-1), columns + 16,
         rows, columns, steps, adds,
     )  # fmt: skip
-    wanted = (a.T if turned else a) @ b[:, :columns] + (before if adds else 0)
+    wanted = (a.T if transposed else a) @ b[:, :columns] + (before if adds else 0)
     np.testing.assert_allclose(c[:rows, 16 : columns + 16], wanted, rtol=1e-5, atol=1e-5)
     assert np.isnan(c[rows]).all()
     assert np.isnan(c[:, :16]).all()

@@ -248,7 +248,7 @@ def is_faster_in_parts(problem: Problem) -> bool:
 _MOST_ROWS_CPU = 64
 _MOST_ROWS_MATRIX_UNITS = 16
 _LEAST_BYTES_CPU = {4: 1 << 18, 2: 1 << 16}
-"""Of a weight, by the bytes of a number: with less, the call takes longer than the product."""
+"""Bytes of a weight, by element size: below that, the call takes longer than the product."""
 
 
 @functools.lru_cache(maxsize=4096)
