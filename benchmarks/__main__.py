@@ -41,20 +41,19 @@ from .records import (
     run_script,
     write_lines,
 )
-from .several_gpus import run_beside, share_out
+from .several_gpus import run_at_once, share_out
 from .sweep import CPU_SCALE, find_classes, print_summary, summarise, sweep, warm
 from .sweep_shapes import CLASSES as SWEPT
 from .sweep_shapes import draw_in_turns, redraw_worst
 from .sweep_warming import COLD
 
 _MOST_PREPARING = 240.0
-"""Seconds in which compiling beforehand may begin; what runs by then goes on for a while.
+"""Seconds within which ``_prepare`` starts compiling cases; those that run then may go on.
 
-From then on fewer and fewer processes share the GPU and the cores, until the longest has both to
-itself. Ended there, it would begin anew in the process that measures, while nothing else runs: that
-costs more time than it saves.
+Later fewer and fewer processes share the GPU and the cores, until the longest has both to itself.
+Ended there, it would start anew in the process that measures: that costs more time than it saves.
 """
-_GRACE = 20.0  # seconds in which what runs may end by itself once the time is over
+_GRACE = 20.0  # seconds that a running case has to end after the time is over
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]
@@ -86,7 +85,7 @@ def list_cases(names: Names = None) -> None:
 
 @app.command()
 def verify(names: Names = None) -> None:
-    """Check that what the cases time is right."""
+    """Check the results of cases, without timing them."""
     results = [_verify(case) for case in _find_here(names)]
     if not all(check.passed for checks in results for check in checks):
         raise typer.Exit(1)
@@ -103,7 +102,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Verify, then time. A case that is wrong gets no speed."""
+    """Verify, then time. A case with a wrong result is not timed."""
     path = None if out is None else RESULTS / f"{out}.json"
     if path is not None and report.is_of_another_machine(path):
         raise typer.BadParameter(f"{path.name} is of another machine: choose another --out")
@@ -120,7 +119,7 @@ def _record(
     checked: Mapping[str, list[Check]] | None = None,
     absent: Mapping[str, str] | None = None,
 ) -> bool:
-    """Verify cases, unless they are checked, time them, and write each into the record.
+    """Verify cases, unless they are verified already, time them, and record each.
 
     ``absent`` names peers that were left out of all of them, with reasons.
 
@@ -153,7 +152,7 @@ def _free_memory() -> None:
 
 
 def _describe_clean_run() -> dict[str, Any]:
-    """What every case of a record says of its run; refused if no commit has the code."""
+    """What each case of a record says of its run; refused if no commit has the code."""
     circumstances = describe_run()
     if not is_clean(circumstances["commit"]):
         raise typer.BadParameter(
@@ -192,9 +191,9 @@ def all_records(
         int, typer.Option(min=1, help="GPUs of this machine that share the records.")
     ] = 1,
 ) -> None:
-    """Renew all records of this machine, say what is missing and which figures changed.
+    """Renew all records of this machine; print what is missing and which figures changed.
 
-    It goes on where it stopped: a case that the record has of this commit is not made again.
+    It continues where it stopped: a case recorded at this commit is not measured again.
     """
     folder, budget = into or RESULTS, Budget(minutes)
     circumstances = describe_run() if into else _describe_clean_run()
@@ -207,7 +206,9 @@ def all_records(
     if gpus > 1:
         raise typer.Exit(_share_records(to_do, gpus, [*options, f"--minutes={minutes}"], jobs))
     jobs = default_jobs() if jobs is None else jobs
-    to_do = [(spec, _leave_compiled(cases, uncompiled), made) for spec, cases, made in to_do]
+    to_do = [
+        (spec, _without_compiled_peers(cases, uncompiled), made) for spec, cases, made in to_do
+    ]
     _say(f"{len(to_do)} records of {machine}, {minutes:.0f} minutes, into {folder}")
     checked: dict[str, list[Check]] = {}
     missing: list[str] = []
@@ -265,7 +266,7 @@ def _options_again(
     but: Sequence[str] | None,
     uncompiled: Sequence[str],
 ) -> list[str]:
-    """The options of ``all`` that another process takes over as they are."""
+    """The options of ``all`` that another process is started with."""
     options = [f"--machine={machine}"]
     options += [f"--repeats={repeats}"] if repeats else []
     options += [f"--into={into}"] if into else []
@@ -274,14 +275,14 @@ def _options_again(
 
 
 def _share_records(to_do: _Work, gpus: int, options: Sequence[str], jobs: int | None) -> int:
-    """Make records on several GPUs; the largest exit code."""
+    """Make records on several GPUs at the same time; the largest exit code."""
     if gpus > (there := torch.cuda.device_count()):
         raise typer.BadParameter(f"{gpus} GPUs are asked for, and torch sees {there}")
     seconds = {spec.ending.strip("-"): spec.seconds for spec, *_ in to_do}
     more = list(options) + ([] if jobs is None else [f"--jobs={jobs}"])
     shares = share_out(seconds, gpus)
     return (
-        run_beside(
+        run_at_once(
             [
                 ["benchmarks", "all", *more, *(f"--only={name}" for name in names)]
                 for names in shares
@@ -301,12 +302,12 @@ def _report(missing: Sequence[str], changes: Sequence[Change | str], loaded: Seq
 
 
 def _say(line: str) -> None:
-    """A line with the time of day, at once: the output is often a file that is read meanwhile."""
+    """Print a line with the time of day, unbuffered: the output is often a file being watched."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def _end_after(seconds: float) -> threading.Timer:
-    """End this process if a case is still running some seconds after its time is over."""
+    """End this process if a case still runs some seconds after the time is over."""
 
     def end() -> None:
         _say("the time is over, and what runs does not end: this process does")
@@ -319,7 +320,7 @@ def _end_after(seconds: float) -> threading.Timer:
 
 
 class _DeviceLostError(Exception):
-    """A case after which the GPU runs nothing more in this process."""
+    """After this case the GPU runs nothing more in this process."""
 
     def __init__(self, case: Case, reason: Exception) -> None:
         super().__init__(f"{case.name} lost the device: {reason}")
@@ -327,7 +328,7 @@ class _DeviceLostError(Exception):
 
 
 _Work = list[tuple[RecordSpec, list[Case], set[str]]]
-"""Records with what is left to do: cases, and the names of what is made already."""
+"""Records to make: each with its cases, and the names of those that are recorded already."""
 
 
 def _find_work(
@@ -338,7 +339,7 @@ def _find_work(
     but: Sequence[str],
     commit: str | None,
 ) -> _Work:
-    """The records of a device of which something is left to do."""
+    """The records of a device that lack some case."""
     found: _Work = []
     endings = [f"-{word}".replace("--", "-").rstrip("-") for word in only or []]
     known = [spec.ending for spec in RECORDS if spec.device == device]
@@ -369,8 +370,8 @@ def _refuse_uncompiled(names: Sequence[str]) -> None:
         raise typer.BadParameter(f"no case with compiled peers is called {', '.join(unknown)}")
 
 
-def _leave_compiled(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """The same cases, those of some names without peers that torch.compile makes."""
+def _without_compiled_peers(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """The same cases; those named have no peers that torch.compile makes."""
     return [
         replace(case, has_compiled_peers=False)  # type: ignore[type-var]
         if case.name in names and hasattr(case, "has_compiled_peers")
@@ -382,7 +383,7 @@ def _leave_compiled(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
 def _prepare(
     to_do: _Work, jobs: int, budget: Budget, uncompiled: Sequence[str]
 ) -> dict[str, list[Check]]:
-    """Compile and verify what is left to do; engines first, since each takes long."""
+    """Compile and verify the cases to measure; engines first, since each takes long."""
     cases = [case for _, some, _ in to_do for case in some]
     commands = [
         (*command, "--brief")
@@ -399,17 +400,17 @@ def _prepare(
     )
     found = prepare(commands, jobs, limit, _say, grace)
     _say(f"prepared {len(found)} of {len(cases)} cases in {time.monotonic() - start:.0f} s")
-    # What failed beside other processes is verified again by itself.
+    # A case that failed while other processes ran is verified again alone.
     return {n: checks for n, checks in found.items() if all(check.passed for check in checks)}
 
 
 def _limit_preparing(left: float, needed: float) -> tuple[float, float]:
-    """Seconds in which compiling begins, and for which it may go on after them.
+    """Seconds in which compiling may start, and seconds more in which it has to end.
 
     Args:
         left: Seconds for everything.
-        needed: Seconds in which the records are made, once all is compiled. Of what neither needs,
-            half is left for cases that take longer than was estimated.
+        needed: Seconds that measuring takes once all is compiled. Half of what remains is kept for
+            cases that take longer than estimated.
     """
     limit = min(_MOST_PREPARING, left / 4)
     return limit, max(limit / 2, (left - needed - limit) / 2)
@@ -422,9 +423,9 @@ def prepare_cases(
         list[str] | None, typer.Option(metavar="CASE", help="As for `all`.")
     ] = None,
 ) -> None:
-    """Verify and run cases without keeping their times, for what that compiles (see `all`)."""
+    """Verify and run cases without keeping their times, only to compile them (see ``all``)."""
     found = [case for case in find_cases([]) if case.name in names]
-    for line in prepare_here(_leave_compiled(found, without_compiled or [])):
+    for line in prepare_here(_without_compiled_peers(found, without_compiled or [])):
         print(line, flush=True)
 
 
@@ -439,14 +440,14 @@ def _renew(
     checked: Mapping[str, list[Check]],
     uncompiled: Sequence[str],
 ) -> list[str]:
-    """Make what is left of one record; return what of it is missing, and why."""
+    """Measure the remaining cases of one record; return which are missing, and why."""
     if is_of_another_device(path):
         return [f"{path.stem}: the record is of another machine"]
     if spec.script:
         failures = run_script(spec, path, budget.left, circumstances, made, _say)
         return [f"{path.stem}: {reason}" for reason in failures]
     if report.is_of_another_machine(path):
-        path.unlink()  # of another host: all of it is made anew
+        path.unlink()  # of another host: all of it is measured anew
     if not cases:
         return [f"{path.stem}: no case; is a package not installed?"]
     missing = []
@@ -459,7 +460,7 @@ def _renew(
             absent = {"compiled": "lost the device"} if case.name in uncompiled else {}
             if not _record([case], path, repeats, circumstances, checked, absent):
                 missing.append(f"{path.stem}: {case.name} is wrong")
-        except Exception as reason:  # one case that fails must not cost the others
+        except Exception as reason:  # one case that fails must not end the others
             missing.append(f"{path.stem}: {case.name} failed: {reason}")
             _check_device(case)
     return missing
@@ -476,7 +477,7 @@ def _check_device(case: Case) -> None:
 
 @app.command()
 def once(name: Annotated[str, typer.Argument(metavar="CASE")]) -> None:
-    """Call what a GPU's case times once, for a profiler that starts when it is told.
+    """Call what a GPU's case times once, for a profiler that is started by the program.
 
     For example: ncu --profile-from-start off python -m benchmarks once gpu-decode-8x4096
     """

@@ -19,7 +19,7 @@ from .workload import describe, make_workload, shorten
 __all__ = ["AttentionCase"]
 
 READ = "read 1 GiB"
-BUSY = "pagetile, right after a torch op"
+AFTER_TORCH_OP = "pagetile, right after a torch op"
 
 # The oracle expands K/V to all heads in float64. More keys add time and memory but no new code:
 # these are three splits, the last one cut, in whole blocks and a part.
@@ -28,18 +28,18 @@ LONGEST_VERIFIED = 1100
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """``paged_attention`` on one problem, beside its peers, and perhaps beside itself on another.
+    """``paged_attention`` on one problem, compared with its peers, and perhaps another problem.
 
     Metrics: ``x PEER``, how many times as fast as a peer; ``x sdpa``, as the fastest way to call
-    SDPA, a group's heads packed as rows among them; ``share of read bandwidth``, of the keys and
-    values against reading in turns with the calls; ``time / OTHER``, on another problem.
+    SDPA, one of which packs a group's heads as rows; ``share of read bandwidth``, of reading keys
+    and values against reading memory, in turns; ``time / OTHER``, on another problem.
     """
 
     name: str
     problem: PagedCase
     targets: tuple[Target, ...] = ()
-    beside: tuple[str, PagedCase] | None = None
-    """Another problem to compare with, and its name."""
+    versus: tuple[str, PagedCase] | None = None
+    """A name and another problem to compare with."""
     device: str = "cpu"
 
     @property
@@ -49,7 +49,7 @@ class AttentionCase:
 
     def verify(self) -> list[Check]:
         """Compare a poisoned, shortened problem, and rows of the timed one at its full size."""
-        others = [self.beside[1]] if self.beside else []
+        others = [self.versus[1]] if self.versus else []
         return [check for problem in (self.problem, *others) for check in _verify(problem)]
 
     @torch.inference_mode()
@@ -57,12 +57,12 @@ class AttentionCase:
         """Time pagetile, the peers, and reading memory, in turns."""
         inputs = make_workload(self.problem)
         peers, absent = admit(make_peers(inputs), judge_peers(_rows_of(inputs), to_tokens))
-        calls = {"pagetile": inputs.attend, BUSY: inputs.attend, **peers}
-        if self.beside:
-            calls[f"pagetile, {self.beside[0]}"] = make_workload(self.beside[1]).attend
+        calls = {"pagetile": inputs.attend, AFTER_TORCH_OP: inputs.attend, **peers}
+        if self.versus:
+            calls[f"pagetile, {self.versus[0]}"] = make_workload(self.versus[1]).attend
         if _is_decode(self.problem):
             calls[READ] = read_all
-        times = take_turns(calls, repeats=repeats or 15, before={BUSY: _torch_op})
+        times = take_turns(calls, repeats=repeats or 15, before={AFTER_TORCH_OP: _torch_op})
         return Measurement(times, self._metrics(times), absent)
 
     def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
@@ -71,8 +71,8 @@ class AttentionCase:
         metrics = {"x sdpa": ratio(min(fused, key=lambda t: t.median), own)} if fused else {}
         if "gather + sdpa" in times:
             metrics["x gather + sdpa"] = ratio(times["gather + sdpa"], own)
-        if self.beside:
-            metrics[f"time / {self.beside[0]}"] = ratio(own, times[f"pagetile, {self.beside[0]}"])
+        if self.versus:
+            metrics[f"time / {self.versus[0]}"] = ratio(own, times[f"pagetile, {self.versus[0]}"])
         if READ in times:
             metrics["GB/s"] = _kv_bytes(self.problem) / own.median / 1e9
             metrics["GB/s of reading"] = READ_BYTES / times[READ].median / 1e9
@@ -87,7 +87,7 @@ class AttentionCase:
 def _verify(problem: PagedCase) -> list[Check]:
     short = make_workload(shorten(problem, LONGEST_VERIFIED))
     expected = oracle(short)
-    result = short.attend(out=short.out)  # of NaN: nothing may stay unwritten
+    result = short.attend(out=short.out)  # filled with NaN: every element must be written
     comparison = compare(result, short, expected, tolerance(short, expected))
     poisoned = Check(f"poisoned: {describe(short.case)}", comparison.ratio <= 1, str(comparison))
     inputs = make_workload(problem)
@@ -117,11 +117,11 @@ def _kv_bytes(problem: PagedCase) -> int:
 
 
 def _causal_flops(problem: PagedCase) -> int:
-    """Of both products over whole prompts; a causal square counts half."""
+    """Operations of both products over whole prompts; a causal square counts half."""
     pairs = sum(n * n // 2 for n in problem.seq_lens)
     return 2 * pairs * problem.num_heads * (problem.head_size + problem.value_size)
 
 
 def _torch_op() -> None:
-    """What a layer does before its attention: it leaves torch's threads spinning."""
+    """What a layer runs before attention: it leaves torch's threads spinning."""
     torch.ones(1 << 20).sum()

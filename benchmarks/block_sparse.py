@@ -94,7 +94,7 @@ class BlockSparseCase:
         return Rows(tokens, (weights @ wide_v).transpose(0, 1))
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Callable[[], Tensor]:
-        turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+        transposed = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
 
         @functools.cache
         def compiled() -> Callable[..., Any]:
@@ -111,4 +111,4 @@ class BlockSparseCase:
             flex: Any = torch.compile(flex_attention, dynamic=False)
             return functools.partial(flex, block_mask=flex_mask)
 
-        return lambda: compiled()(*turned)
+        return lambda: compiled()(*transposed)

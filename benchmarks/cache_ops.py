@@ -22,16 +22,16 @@ __all__ = ["CopyBlocksCase", "WriteKVCase"]
 COPY = "torch copy of as many bytes"
 Calls = dict[str, Callable[[], object]]
 _OFFSETS = (0, *(n << 20 for n in (1, 3, 17, 70, 150, 301)))
-"""Where a copy goes, relative to the next free byte. On one H200 the same copy took up to 1.5
-times as long, by nothing but the distance of its two sides: the best of these is the ceiling."""
+"""Bytes between the end of a copy's source and its target. On one H200 the same copy took up to 1.5
+times as long for some distances; the fastest of these is the peer."""
 
 
 @dataclass(frozen=True)
 class WriteKVCase:
     """``write_kv`` into random slots: ``share of copy bandwidth`` is against torch's copy.
 
-    Bytes are what is read and what is written, each once: new keys and values, codes, slots and
-    scales.
+    Bytes counted are those read and those written, each once: new keys and values, quantised
+    ones, slots and scales.
     """
 
     name: str
@@ -55,7 +55,7 @@ class WriteKVCase:
         return f"write_kv: {self.num_tokens} tokens, {heads}, {types}{scales}"
 
     def verify(self) -> list[Check]:
-        """Every byte of the caches and scales is the reference's."""
+        """Compare every byte of the caches and scales with the reference's."""
         results = []
         for impl in ("auto", "reference"):
             arguments = self._make_inputs()
@@ -91,7 +91,7 @@ class WriteKVCase:
                 return None if all(same) else "wrong: other bytes than write_kv's"
 
             for to in rows:
-                to.zero_()  # as write_kv found them
+                to.zero_()  # as they were before write_kv
             peers, absent = admit({"torch index_copy_": scatter}, judge)
             calls |= peers
         times = _best_copy(time_in_turns(calls, self.device, repeats=repeats))
@@ -131,7 +131,7 @@ class WriteKVCase:
 class CopyBlocksCase:
     """``copy_blocks`` of random blocks in the caches of many layers, or to and from the host.
 
-    Metrics as ``WriteKVCase``; to and from the host, torch's copy is that of pinned memory.
+    Metrics are those of ``WriteKVCase``; to and from the host, torch's copy is of pinned memory.
     """
 
     name: str
@@ -152,7 +152,7 @@ class CopyBlocksCase:
         )
 
     def verify(self) -> list[Check]:
-        """Every byte of every cache is the reference's."""
+        """Compare every byte of every cache with the reference's."""
         results = []
         for impl in ("auto", "reference"):
             caches, pairs = self._make_inputs()
@@ -173,7 +173,7 @@ class CopyBlocksCase:
         on_gpu = self.where == "on the GPU"
         calls: Calls = {"pagetile": lambda: copy_blocks(caches, pairs)}
         calls |= _copies(2 * num_bytes) if on_gpu else {COPY: _transfer(num_bytes, self.where)}
-        # Not captured: pinned memory of its own for the pairs of every call.
+        # Not captured: each call allocates pinned memory for its pairs.
         times = _best_copy(time_in_turns(calls, self.device, repeats=repeats, captured=False))
         times["host, pagetile"] = time_host(lambda: copy_blocks(caches, pairs), rounds=3)
         times["host, pagetile, 1 block, 2 caches"] = time_host(
@@ -198,7 +198,7 @@ class CopyBlocksCase:
 
 
 def _copies(num_bytes: int) -> Calls:
-    """Torch's copy on the GPU that reads and writes so many bytes together, at some distances."""
+    """Torch's copy on the GPU that reads and writes ``num_bytes`` in all, at several distances."""
     half = num_bytes // 2
     memory = torch.empty(2 * half + _OFFSETS[-1], dtype=torch.uint8, device="cuda").random_()
     source = memory[:half]
@@ -209,7 +209,7 @@ def _copies(num_bytes: int) -> Calls:
 
 
 def _best_copy(times: dict[str, Times]) -> dict[str, Times]:
-    """The times, with those of the fastest copy alone."""
+    """The times, with only the fastest copy's of torch's."""
     copies = [times[name] for name in times if name.startswith(COPY)]
     rest = {name: time for name, time in times.items() if not name.startswith(COPY)}
     return rest | {COPY: min(copies, key=lambda time: time.median)}

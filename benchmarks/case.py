@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 COMPILED_ELSEWHERE = "left out: it compiles for minutes; other cases have it"
-"""Why a peer that torch.compile makes takes no part in a case."""
+"""Why a case leaves out a peer that torch.compile makes."""
 
 
 class Target(NamedTuple):
@@ -31,7 +31,7 @@ class Target(NamedTuple):
     """``">="`` or ``"<="``."""
 
     def is_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether a measurement keeps the bound; a metric that was not measured does not."""
+        """Whether a measurement meets the bound; a metric that was not measured does not."""
         value = metrics.get(self.metric)
         if value is None:
             return False
@@ -39,12 +39,12 @@ class Target(NamedTuple):
 
 
 def at_least(metric: str, bound: float) -> Target:
-    """The metric must reach the bound."""
+    """Require at least ``bound`` of a metric."""
     return Target(metric, bound, ">=")
 
 
 def at_most(metric: str, bound: float) -> Target:
-    """The metric must not pass the bound."""
+    """Require at most ``bound`` of a metric."""
     return Target(metric, bound, "<=")
 
 
@@ -58,21 +58,21 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a run of a case found."""
+    """Times and metrics of one run of a case."""
 
     times: dict[str, Times]
     """Times of every contestant, ``"pagetile"`` among them."""
     metrics: dict[str, float]
     absent: dict[str, str] = field(default_factory=dict)
-    """Peers that take no part, and why: unsupported, out of memory, wrong, or not installed."""
+    """Peers that were left out, and why: unsupported, out of memory, wrong, or not installed."""
 
 
 class Case(Protocol):
-    """A benchmark. Cases for other devices bring their own timer and are otherwise alike."""
+    """A benchmark on one device."""
 
     @property
     def name(self) -> str:
-        """How the command line calls it."""
+        """Its name on the command line."""
 
     @property
     def about(self) -> str:
@@ -84,19 +84,19 @@ class Case(Protocol):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What should be reached."""
+        """Bounds that its metrics should meet."""
 
     def verify(self) -> list[Check]:
-        """Prove that what is timed is right."""
+        """Compare the result of the timed call with float64."""
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time it beside its peers; ``None`` repeats it as often as suits the case."""
+        """Time it and its peers in turns; with ``None`` the case chooses the repeats."""
 
 
 def compile_effort(case: Case) -> int:
-    """How long a case compiles on a fresh machine, its peers included, in levels.
+    """How long a case and its peers compile on a fresh machine, as a level.
 
     0: seconds; 1: many kernels, or a peer by torch.compile; 2: such a peer for a shape that takes
-    it minutes. A case says so by an attribute of this name; most have none.
+    it minutes. Cases above 0 have an attribute of this name.
     """
     return int(getattr(case, "compile_effort", 0))

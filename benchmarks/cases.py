@@ -1,4 +1,4 @@
-"""The named cases, and what each should reach."""
+"""The named cases, and their targets."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ CASES: tuple[Case, ...] = (
         "decode-1x32768-gqa",
         replace(DECODE, query_lens=(1,), seq_lens=(32768,)),
         (at_most("time / 8x4096", 1.10),),
-        beside=("8x4096", DECODE),
+        versus=("8x4096", DECODE),
     ),
     AttentionCase(
         "decode-block-1",
         replace(DECODE, block_size=1),
         (at_most("time / block 128", 1.15),),
-        beside=("block 128", replace(DECODE, block_size=128)),
+        versus=("block 128", replace(DECODE, block_size=128)),
     ),
-    AttentionCase("decode-skewed-gqa", replace(DECODE, seq_lens=SKEWED), beside=("8x4096", DECODE)),
+    AttentionCase("decode-skewed-gqa", replace(DECODE, seq_lens=SKEWED), versus=("8x4096", DECODE)),
     AttentionCase("decode-8x4096-gqa-f16", replace(DECODE, dtype=torch.float16)),
     AttentionCase("decode-8x4096-gqa-f32", replace(DECODE, dtype=torch.float32)),
     AttentionCase(
@@ -201,7 +201,7 @@ GPU_CASES: tuple[Case, ...] = (
         SKEW,
         LLAMA,
         (at_least("GB/s / even", 0.85),),
-        beside=("even", EVEN, LLAMA),
+        versus=("even", EVEN, LLAMA),
     ),
     *(
         GpuDecodeCase(
@@ -209,7 +209,7 @@ GPU_CASES: tuple[Case, ...] = (
             (4096,) * 64,
             replace(LLAMA, block_size=size),
             (at_least("GB/s / block 128", 0.95),),
-            beside=("block 128", (4096,) * 64, replace(LLAMA, block_size=128)),
+            versus=("block 128", (4096,) * 64, replace(LLAMA, block_size=128)),
             has_compiled_peers=False,
         )
         for size in (1, 8, 16, 64)
@@ -389,19 +389,19 @@ SPARSE_CASES: tuple[Case, ...] = (
     SharedPrefixCase(
         "gpu-shared-prefix-256x32768", targets=(at_least("x plain", 25), at_least("x cascade", 1))
     ),
-    # Too short to pay: two runs of one call differ by as much.
+    # Too short for a gain: two runs of one call differ by as much as the target allows.
     SharedPrefixCase("gpu-shared-prefix-256x128", prefix=128, targets=(at_least("x plain", 0.98),)),
 )
 CASES += SPARSE_CASES + VLLM_CASES
-if find_spec("monai"):  # is no dependency
+if find_spec("monai"):  # not a dependency of this package
     CASES += SWIN_CASES
 
 
 def find_cases(names: Iterable[str]) -> list[Case]:
-    """Cases by name, or by the beginning of their names; all of them if there are no names.
+    """Cases by name, or by the beginning of their names; without names, all.
 
     Raises:
-        KeyError: A name fits no case.
+        KeyError: A name matches no case.
     """
     names = list(names)
     for name in names:

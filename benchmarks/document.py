@@ -1,27 +1,27 @@
 """Tables in the documentation, made from the records under ``results/``.
 
-A table stands between two comments of a page, and the first says what is in it: a record, the
-beginning of its cases' names or whole names with commas between them, and the columns, metrics or
-the times of contestants::
+A table stands between two comments of a page. The first names a record, the beginning of its
+cases' names (or whole names with commas between them), and the columns: metrics, or times of
+contestants::
 
     <!-- table: h200-decode gpu-decode- | GB/s | share of read bandwidth | time: sdpa cudnn -->
     <!-- end -->
 
 The caption says what all rows share, and what most do: "Unless a row says otherwise: bfloat16."
 
-``x fastest peer`` is the time of the fastest peer, by pagetile's: below 1 in rows that a peer
-wins. The peer is named beside it. With an ending, as in ``x fastest peer, clean cache``, it is of
-contestants whose names end so.
+``x fastest peer`` is the time of the fastest peer divided by pagetile's: below 1 where a peer wins.
+The cell names the peer. With an ending, as in ``x fastest peer, clean cache``, only contestants
+whose names have this ending are compared.
 
-The last column may be ``until recorded: COMMAND``, which is named in the table's place as long as
-the record does not exist or has none of the cases.
+The last column may be ``until recorded: COMMAND``: while the record is missing or has none of the
+cases, the page shows this command in place of the table.
 
 A figure in a sentence stands between two comments as well. The first names the record, the cases, a
-column (or one ``over`` or ``less`` another) and how to write it::
+column (or one ``over`` or ``less`` another) and a style::
 
     <!-- figure: h200-windows windows- | x best peer | 2 digits -->2.1 to 6.7<!-- /figure -->
 
-It is the range over the cases, or with ``least`` or ``most`` its end; ``%`` and ``µs`` are units.
+It is the range over the cases, or with ``least`` or ``most`` one end; ``%`` and ``µs`` are units.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 from .machine import PEERS, is_clean
 from .report import days, load
 
-__all__ = ["Figure", "fill", "find_figures", "is_wanted", "tables", "value_of"]
+__all__ = ["Figure", "fill", "find_figures", "is_in_table", "tables", "value_of"]
 
 _TABLE = re.compile(r"(<!-- table: (\S+) (\S+) \|(.*?)-->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(
@@ -50,9 +50,9 @@ _FACTORS = {None: 1.0, "%": 1e2, "µs": 1e6}
 _TIME = "time: "
 _FASTEST = "x fastest peer"
 _NO_PEERS = ("pagetile", "host", "read")
-"""How the names of contestants begin that are not peers."""
+"""Beginnings of the names of contestants that are not peers."""
 _STATES = (", clean cache", ", both", ", backward")
-"""How the names of those end that are timed otherwise than the others."""
+"""Endings of the names of contestants timed in another state, such as with another cache."""
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 _UNTIL = "until recorded: "
 _REASON_LENGTH = 80
@@ -61,7 +61,7 @@ _SIMD = {"AVX512": "AVX-512"}
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure in a sentence: of which record and cases, what, and how it is written."""
+    """A figure in a sentence: its record, cases, column and style."""
 
     record: str
     beginning: str
@@ -71,12 +71,12 @@ class Figure:
     """``[least|most] [N digits] [%|µs]``; without digits, an integer."""
 
     def of(self, result: dict[str, Any]) -> str:
-        """Its text by a record.
+        """Its text, from a record.
 
         Raises:
-            ValueError: The record has none of the cases, or one that no commit describes.
+            ValueError: The record has none of the cases, or was made of code in no commit.
         """
-        cases = _wanted_cases(result, self.record, self.beginning)
+        cases = _find_cases(result, self.record, self.beginning)
         values = [value for case in cases if (value := self._value(case)) is not None]
         if not values:
             raise ValueError(f"{self.record} has no {self.column!r} of {self.beginning}")
@@ -104,7 +104,7 @@ def find_figures(page: str) -> list[Figure]:
 
 
 def _in_style(values: list[float], style: str, to_integer: Any) -> str:
-    """Numbers of a range as ``2.1 to 6.7``, with a unit after the last."""
+    """A range of numbers as ``2.1 to 6.7``, with a unit after the last."""
     parts = _STYLE.fullmatch(style)
     if parts is None:
         raise ValueError(f"a figure is written as {style!r}, expected 'N digits', '%' or 'µs'")
@@ -122,11 +122,11 @@ def _in_style(values: list[float], style: str, to_integer: Any) -> str:
 
 
 def fill(page: str, results: Path) -> str:
-    """The page with its tables made anew.
+    """The page with its tables and figures generated again.
 
     Raises:
-        FileNotFoundError: A table is of a record that is not there.
-        ValueError: A record has none of a table's cases, or one that no commit describes.
+        FileNotFoundError: A table's record does not exist.
+        ValueError: A record has none of a table's cases, or was made of code in no commit.
     """
     page = _TABLE.sub(lambda match: _table(match, results), page)
     return _FIGURE.sub(lambda match: _figure(match, results), page)
@@ -137,8 +137,8 @@ def _figure(match: re.Match[str], results: Path) -> str:
     return f"{match[1]}{figure.of(load(results / f'{figure.record}.json'))}{match[7]}"
 
 
-def _wanted_cases(result: dict[str, Any], record: str, beginning: str) -> list[dict[str, Any]]:
-    cases = [case for case in result["cases"] if is_wanted(case["name"], beginning)]
+def _find_cases(result: dict[str, Any], record: str, beginning: str) -> list[dict[str, Any]]:
+    cases = [case for case in result["cases"] if is_in_table(case["name"], beginning)]
     if not cases:
         raise ValueError(f"{record} has no case whose name begins with {beginning}")
     changed = [case["name"] for case in cases if not is_clean(case["commit"])]
@@ -152,12 +152,12 @@ def _table(match: re.Match[str], results: Path) -> str:
     path, names = results / f"{record}.json", _names(columns)
     command = columns.rpartition(_UNTIL)[2].strip() if _UNTIL in columns else None
     result = load(path) if path.exists() or not command else {"cases": []}
-    if command and not any(is_wanted(case["name"], beginning) for case in result["cases"]):
+    if command and not any(is_in_table(case["name"], beginning) for case in result["cases"]):
         return f"{head}\nNot recorded yet: `{command}` prints it.\n\n{end}"
-    cases = _wanted_cases(result, record, beginning)
+    cases = _find_cases(result, record, beginning)
     lines = [["case", *(name.removeprefix(_TIME) for name in names)]]
     shared = _shared_parts([case["about"] for case in cases])
-    own = [[part for part in _parts(case["about"]) if part not in shared] for case in cases]
+    own = [[part for part in _split(case["about"]) if part not in shared] for case in cases]
     usual = _usual_parts(own)
     unit = _unit(cases, names)
     for case, parts in zip(cases, own, strict=True):
@@ -170,13 +170,13 @@ def _table(match: re.Match[str], results: Path) -> str:
     return f"{head}\n{caption}\n\n{rows}\n{end}"
 
 
-def is_wanted(name: str, beginning: str) -> bool:
-    """Whether a table has a case: by the beginning of its name, or listed with commas between."""
+def is_in_table(name: str, beginning: str) -> bool:
+    """Whether a table includes a case, by the beginning of its name or in a list with commas."""
     return name in beginning.split(",") if "," in beginning else name.startswith(beginning)
 
 
-def _parts(about: str) -> list[str]:
-    """What a case is, in parts; commas in brackets divide nothing."""
+def _split(about: str) -> list[str]:
+    """A case's description, split at commas outside brackets."""
     kind, colon, rest = about.partition(": ")
     return [kind + colon.strip(), *_COMMA.split(rest)] if colon else _COMMA.split(about)
 
@@ -186,16 +186,16 @@ def _join(parts: Iterable[str]) -> str:
 
 
 def _shared_parts(abouts: list[str]) -> list[str]:
-    """What all rows of a table say alike; it is said once, in the caption."""
-    first, *others = map(_parts, abouts)
+    """The parts that all rows have; the caption says them once."""
+    first, *others = map(_split, abouts)
     return [part for part in first if others and all(part in other for other in others)]
 
 
 def _usual_parts(rows: list[list[str]]) -> dict[int, str]:
-    """What most rows say alike, by its place; the caption says it and the other rows differ.
+    """The parts that most rows have, by index; the caption says them, other rows what differs.
 
-    The first part always stays in its row. Places that some rows lack are none, since such a row
-    would be read as having what is usual.
+    The first part always stays in its row. An index that some row lacks is left out: such a row
+    would be read as having the usual part.
     """
     usual = {}
     for place in range(1, min(map(len, rows))):
@@ -236,7 +236,7 @@ def _caption(
 
 
 def _absence(cases: list[dict[str, Any]]) -> str:
-    """Who takes no part, with the reason and the number of cases."""
+    """The peers that were left out, each with the reason and the number of cases."""
     counts: dict[tuple[str, str], int] = {}
     for case in cases:
         for who in case.get("absent", {}).items():
@@ -257,9 +257,9 @@ def _shorten(reason: str) -> str:
 
 
 def value_of(case: dict[str, Any], column: str) -> float | None:
-    """A metric, or for ``time: NAME`` the median seconds of the fastest form of a contestant.
+    """A metric, or for ``time: NAME`` the median seconds of a contestant's fastest variant.
 
-    Forms have a contestant's name and one word more, as ``flashinfer BatchAttention``.
+    Variants have a contestant's name and one word more, as ``flashinfer BatchAttention``.
     """
     if column.startswith(_FASTEST):
         found_peer = _fastest_peer(case, column.removeprefix(_FASTEST))
@@ -277,7 +277,7 @@ def value_of(case: dict[str, Any], column: str) -> float | None:
 
 
 def _fastest_peer(case: dict[str, Any], ending: str) -> tuple[str, float] | None:
-    """The fastest peer's name, and its median time by pagetile's."""
+    """The fastest peer's name, and its median time divided by pagetile's."""
     peers = {
         name.removesuffix(ending): time["median"]
         for name, time in case["times"].items()

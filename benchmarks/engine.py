@@ -1,4 +1,4 @@
-"""Cases of whole generation: our engine against both ways that Transformers generates."""
+"""Cases of whole generation: our engine against two of Transformers' ways to generate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PEERS: dict[str, Callable[[Generators, Prompts, int], Prompts]] = {
     "continuous batching": Generators.continuous_batching,
 }
 REPEATS = 5  # at least, of which all are kept
-FEW_LAYERS, FEW_PROMPTS, FEW_TOKENS = 2, 16, 32  # of what is held against Transformers in float32
-_NO_ROUND = 1 << 20  # turns from here on belong to no round
+FEW_LAYERS, FEW_PROMPTS, FEW_TOKENS = 2, 16, 32  # of what is compared with it in float32
+_NO_ROUND = 1 << 20  # seeds of prompts from here on are used in no round
 FIRST_TOKEN, LAST_TOKEN = 1, 4095  # 0 ends a text
 
 
@@ -34,12 +34,12 @@ FIRST_TOKEN, LAST_TOKEN = 1, 4095  # 0 ends a text
 class EngineCase:
     """Greedy generation for a batch of random prompts.
 
-    Every round has prompts of its own, of equal lengths, so no round can reuse another's cache.
+    Each round has other prompts of equal lengths, so that no round can reuse another's cache.
 
     Metrics: ``tokens/s``, new ones by pagetile; ``x PEER``, how many times as fast as a peer;
     ``KV waste``, the share of held cache slots that held no token, averaged over steps;
     ``equal to PEER``, the share of prompts that got the peer's tokens; on a GPU ``milliseconds a
-    step, 1 sequence``, what one sequence alone waits for a token.
+    step, 1 sequence``, the time for each token of one sequence alone.
     """
 
     name: str
@@ -68,11 +68,11 @@ class EngineCase:
         )
 
     def verify(self) -> list[Check]:
-        """The tokens are Transformers' own.
+        """Compare the tokens with Transformers'.
 
-        In 16 bits they need not be: there every other token may be a tie. Then the logits have
-        to pass the proof that comes with loading, and the tokens are those of a model of the
-        same sizes but for its few layers, in float32.
+        In 16 bits they may differ, since near-ties of logits are frequent there. Then the logits
+        have to pass the comparison that the engine makes when it loads a model, and tokens are
+        compared for a model of the same sizes but few layers, in float32.
         """
         if self.dtype == torch.float32:
             return [self._compare(self._load(), self._prompts(0), self.max_tokens)]
@@ -91,7 +91,7 @@ class EngineCase:
     def _compare(self, loaded: Generators, prompts: Prompts, max_tokens: int) -> Check:
         """Every prompt gets the tokens of padded ``generate``, or of ``generate`` alone.
 
-        A batch rounds otherwise than a prompt alone, which may tip a tie.
+        Rows of a batch round otherwise than a prompt alone, which may decide a near-tie.
         """
         generated, padded = (
             generate(prompts, max_tokens) for generate in (loaded.pagetile, loaded.padded)
@@ -102,13 +102,13 @@ class EngineCase:
         return Check(f"tokens of {len(prompts)} prompts", not wrong, f"{detail} {wrong}")
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time pagetile and the peers in turns, each warmed up on a whole run."""
+        """Time pagetile and the peers in turns, each after a whole run to warm up."""
         loaded = self._load()
         generators: dict[str, Generate] = {
             "pagetile": loaded.pagetile,
             **{name: partial(PEERS[name], loaded) for name in self.peers},
         }
-        for generate in generators.values():  # pagetile records its decode steps, say
+        for generate in generators.values():  # pagetile, for example, records its decode steps
             generate(self._prompts(0), self.max_tokens)
         counts = loaded.llm.engine.counts
         held, unused = counts.held_slots, counts.unused_slots
@@ -135,10 +135,10 @@ class EngineCase:
         return {"max_model_len": longest, "num_blocks": blocks, "max_num_seqs": self.num_prompts}
 
     def _time_step(self, generate: Generate) -> float:
-        """What each further token of one prompt takes, in milliseconds."""
+        """Milliseconds for each further token of one prompt."""
 
         def seconds(turn: int, max_tokens: int) -> float:
-            prompts = self._prompts(turn)[:1]  # as long as any other turn's, and never seen
+            prompts = self._prompts(turn)[:1]  # of the usual length, never seen before
             start = time.perf_counter()
             generate(prompts, max_tokens)
             return time.perf_counter() - start
@@ -155,7 +155,7 @@ class EngineCase:
         return lambda: results.append(generate(next(rounds), self.max_tokens))
 
     def _prompts(self, turn: int) -> Prompts:
-        """Lengths that are the same every turn, tokens that are not."""
+        """Random tokens for each turn, with the same lengths in every turn."""
         lengths, tokens = random.Random(0), random.Random(turn)
         return [
             tokens.choices(

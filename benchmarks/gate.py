@@ -1,4 +1,4 @@
-"""The gate: what is timed is compared with float64 at its own size, and peers with it.
+"""The correctness gate: rows of pagetile's and the peers' timed results, compared with float64.
 
 A few rows of the result are computed in float64 from the keys and values in the pages. A row's
 error is the distance of a head's vector, relative to its length: without one block of 16 keys the
@@ -37,11 +37,11 @@ __all__ = [
 
 MOST_SEQS, MOST_ROWS = 3, 16  # at random, besides the first, last and longest
 PEER_ERROR = 2**-4
-"""A peer may round weights to 8 bits; the question is whether it computes the same."""
+"""A peer may round weights to 8 bits; this only excludes that it computes something else."""
 
 
 class Rows(NamedTuple):
-    """Some rows of a result, and what they should be."""
+    """Some rows of a result, and their expected values."""
 
     tokens: Tensor
     expected: Tensor
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 def allowed_error(dtype: torch.dtype) -> float:
-    """The relative distance that pagetile may be off, in a call whose queries are ``dtype``."""
+    """The relative error allowed for pagetile in a call whose queries are ``dtype``."""
     return float(torch.finfo(dtype).eps) + 1e-5
 
 
@@ -74,8 +74,8 @@ def expected_rows(
 ) -> Rows:
     """Some rows of some sequences in float64; arguments as of ``paged_attention``.
 
-    The first, the last and the longest sequence and random ones; of each its first and last row
-    and random ones.
+    The sequences are the first, the last, the longest and random ones; of each, the rows are the
+    first, the last and random ones.
     """
     rng, starts, lengths = random.Random(seed), batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     filled = [seq for seq in range(len(lengths)) if starts[seq] < starts[seq + 1]]
@@ -132,11 +132,11 @@ def chosen(explanation: str) -> str:
 
 
 def check_timed_call(call: Callable[..., Any], impl: str, rows: Rows, what: str) -> list[Check]:
-    """Compare a call's rows with float64, and its bits with those of the named implementation.
+    """Compare a call's rows with float64, and its bits with a call that names its implementation.
 
     Args:
-        call: What is timed; ``call(impl=...)`` names the implementation. Returns ``out, lse``.
-        impl: What "auto" is said to choose.
+        call: The timed call; ``call(impl=...)`` names the implementation. Returns ``out, lse``.
+        impl: The implementation that "auto" is expected to choose.
         rows: What is expected.
         what: The problem in words.
     """
@@ -153,7 +153,7 @@ def check_rows(call: Callable[..., Any], rows: Rows, what: str) -> Check:
     """Compare a call's rows with float64.
 
     Args:
-        call: What is timed; returns ``out, lse``.
+        call: The timed call; returns ``out, lse``.
         rows: What is expected.
         what: The problem in words.
     """
@@ -164,15 +164,15 @@ def check_rows(call: Callable[..., Any], rows: Rows, what: str) -> Check:
 
 
 def check_kernel(operation: str, call: Callable[[], Any]) -> Check:
-    """Name the implementation that a call of an operation without ``explain_…`` enters.
+    """Name the implementation that a call runs, for an operation without ``explain_…``.
 
     Args:
         operation: Name of its folder under ``pagetile.ops``.
-        call: What is timed.
+        call: The timed call.
     """
     entered: list[str] = []
     api = importlib.import_module(f"pagetile.ops.{operation}.api")
-    # What calls of a form share may have been prepared before: it would not be prepared again.
+    # Calls may have been prepared before, and would not pass through the functions patched here.
     is_prepared = hasattr(api, "_prepare")
     function = "prepare" if is_prepared else "run"
 
@@ -210,15 +210,15 @@ def check_calls(
     at_least: int = 1,
     may_be_reference: bool = False,
 ) -> Check:
-    """Name the implementations that the calls inside a model's step enter, and verify them.
+    """Name the implementations that the calls inside a model's step run, and verify them.
 
-    Each call is made again twice, on copies of its arguments: as the model makes it, and with the
-    implementation named that the model's own call chose. Results and gradients must be the same
-    bits.
+    Each call is repeated twice on copies of its arguments: as the model makes it, and with the
+    implementation named that the model's own call chose. Results and gradients must be equal in
+    every bit.
 
     Args:
         what: The calls, in words.
-        step: What is timed.
+        step: The timed step.
         caller: The module whose global name ``function`` the model calls.
         function: A function with an argument ``impl``.
         chooser: The module in which ``dispatch.choose`` is called for it.
@@ -270,7 +270,7 @@ def check_calls(
 def _with_gradients(
     function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> list[Tensor]:
-    """The result of a call on copies, and the gradients of what has one."""
+    """The result of a call on copies, and the gradients of its tensors that require them."""
     leaves: list[Tensor] = []
 
     def copy(value: Any) -> Any:
@@ -289,7 +289,7 @@ def _with_gradients(
 
 
 def judge_peers(rows: Rows, in_tokens: Callable[[Any], Tensor]) -> Callable[[str, Any], str | None]:
-    """A judge for ``admit``: what is wrong with a peer's result."""
+    """A function for ``admit`` that says what is wrong with a peer's result."""
 
     def judge(name: str, result: Any) -> str | None:
         error = rows.error(in_tokens(result))

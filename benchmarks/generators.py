@@ -1,4 +1,4 @@
-"""Three ways to generate greedily from lists of token ids: our engine, and Transformers' two."""
+"""Three ways to generate greedily from lists of token ids: our engine, and two of Transformers'."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = [
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
-"""From prompts and a number of new tokens to the new tokens of each prompt."""
+"""Called with prompts and a number of new tokens; returns the new tokens of each prompt."""
 
-PAD = 0  # any token: the mask hides it
-NO_TOKEN = -1  # ends nothing; None would become the model's own end of text
+PAD = 0  # any token: it is masked
+NO_TOKEN = -1  # an end of text that no model draws; None would mean the model's own
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What generates."""
+    """A model by its configuration, or the shipped checkpoint."""
 
     about: str
     sizes: Mapping[str, Any] | None = None
-    """Of a configuration, for random weights; ``None``: the shipped checkpoint."""
+    """Sizes in its configuration, for random weights; ``None``: the shipped checkpoint."""
     family: str = "qwen3"
-    """Of the configuration, as Transformers names it."""
+    """The configuration's model type in Transformers."""
 
     def load(self, dtype: torch.dtype, device: str) -> Any:
         """The model as Transformers runs it; random weights are the same every time."""
@@ -51,7 +51,7 @@ class Model:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # it warns of texts that never end, which is what we ask for
+        logging.set_verbosity_error()  # it warns that texts never end, which is intended here
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
         if self.sizes is None:
             return AutoModelForCausalLM.from_pretrained(path(), **options).to(device).eval()
@@ -95,16 +95,16 @@ LLAMA = Model(
 
 
 class Generators:
-    """The three for one model.
+    """The three ways to generate with one model.
 
     Args:
-        model: What generates.
+        model: The model.
         dtype: Type of its weights.
         device: ``"cpu"`` or ``"cuda"``.
         **options: Of our engine.
 
     Attributes:
-        llm: Our engine. It proves on loading that its logits are the model's own.
+        llm: Our engine. It compares its logits with the model's when it loads.
         peer: The model as Transformers runs it.
     """
 
@@ -114,7 +114,7 @@ class Generators:
         self.llm = LLM(source, dtype=dtype, device=device, block_size=BLOCK_SIZE, **options)
 
     def pagetile(self, prompts: Prompts, max_tokens: int) -> Prompts:
-        """Our engine; ids in, ids out, as the peers."""
+        """Our engine, from token ids to token ids, as the peers."""
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
@@ -122,7 +122,7 @@ class Generators:
         return [list(result.outputs[0].token_ids) for result in results]
 
     def padded(self, prompts: Prompts, max_tokens: int) -> Prompts:
-        """Transformers' ``generate`` on one batch, filled up to the longest prompt on the left."""
+        """Transformers' ``generate`` on one batch, padded on the left to the longest prompt."""
         width = max(map(len, prompts))
         gaps = [width - len(prompt) for prompt in prompts]
         pairs = list(zip(prompts, gaps, strict=True))
@@ -138,8 +138,8 @@ class Generators:
     def continuous_batching(self, prompts: Prompts, max_tokens: int) -> Prompts:
         """Transformers' own continuous batching.
 
-        Its defaults take most of the memory and seconds to set it up, so it gets the blocks that
-        it needs. Small pages were the fastest of those tried on a CPU (16, 64, 256), by 10 %.
+        Its defaults take most of the memory and seconds to allocate it, so it gets as many blocks
+        as it needs. Small pages were the fastest of those tried on a CPU (16, 64, 256), by 10 %.
         """
         from transformers import ContinuousBatchingConfig
 

@@ -35,26 +35,26 @@ SHORT = 1100  # keys of a sequence that is verified: the oracle takes float64 an
 class GpuDecodeCase:
     """One new token for each of some sequences, as one captured call.
 
-    Metrics: ``GB/s`` of keys and values; ``share of read bandwidth``, of summing 4 GiB in turns
-    with the calls; ``x PEER``, among them ``reading alone``, a kernel that only reads the same
-    pages; all of these once more for a ``clean cache``; ``host, microseconds`` of an eager call, in
-    the round that was disturbed least; ``GB/s / OTHER``, against other lengths or blocks.
+    Metrics: ``GB/s`` of keys and values; ``share of read bandwidth``, against summing 4 GiB in
+    turns with the calls; ``x PEER``, among them ``reading alone``, a kernel that only reads the
+    same pages; all of these once more for a ``clean cache``; ``host, microseconds`` of an eager
+    call, in the least disturbed round; ``GB/s / OTHER``, against other lengths or blocks.
     """
 
     name: str
     seq_lens: tuple[int, ...]
     shape: Shape = LLAMA_8B
     targets: tuple[Target, ...] = ()
-    beside: tuple[str, tuple[int, ...], Shape] | None = None
+    versus: tuple[str, tuple[int, ...], Shape] | None = None
     has_compiled_peers: bool = True
-    """Whether FlexAttention takes part, which compiles; it reads no pages, whatever their size."""
+    """Whether FlexAttention is compared, which compiles; it reads dense keys instead of pages."""
     device: str = "cuda"
     compile_effort: ClassVar[int] = 0
     """See ``case.compile_effort``: without a mask, FlexAttention compiles in seconds."""
 
     @property
     def problem(self) -> Problem:
-        """As a plan sees it."""
+        """The problem as a plan is given it."""
         shape, num_seqs = self.shape, len(self.seq_lens)
         return Problem(
             num_seqs,
@@ -77,13 +77,13 @@ class GpuDecodeCase:
         return f"decode: {_lengths(self.seq_lens)}, {self.shape}"
 
     def verify(self) -> list[Check]:
-        """A poisoned, shortened problem, and rows of what is timed at its full size."""
+        """A poisoned, shortened problem, and rows of the timed result at full size."""
         short = [min(n, SHORT) for n in self.seq_lens[:8]]
         poisoned = check_against_float64(self.shape, short, decode=True, device=self.device)
         checks = poisoned + self._inputs().check(self.about)
         if other := self._other_inputs():
-            assert self.beside is not None
-            _, lengths, shape = self.beside
+            assert self.versus is not None
+            _, lengths, shape = self.versus
             checks += other.check(f"decode: {_lengths(lengths)}, {shape}")
         return checks
 
@@ -95,14 +95,14 @@ class GpuDecodeCase:
         return Inputs(self.seq_lens, self.shape, decode=True, device=self.device)
 
     def _other_inputs(self) -> Inputs | None:
-        """What is timed beside the case, if anything is."""
-        if self.beside is None:
+        """The other problem to time, if there is one."""
+        if self.versus is None:
             return None
-        _, lengths, shape = self.beside
+        _, lengths, shape = self.versus
         return Inputs(lengths, shape, decode=True, device=self.device)
 
     def measure(self, repeats: int | None) -> Measurement:
-        """Time all in turns by graph replay, after an overwritten and after a clean cache."""
+        """Time all in turns by graph replay, with an overwritten and with a clean cache."""
         inputs = self._inputs()
         others, unknown = find_libraries(inputs)
         judge = judge_peers(inputs.rows(), inputs.in_tokens)
@@ -111,8 +111,8 @@ class GpuDecodeCase:
         unknown |= find_absent(inputs, has_flex=self.has_compiled_peers)
         calls: Peers = {"pagetile": inputs.attend, **reader(inputs), **peers}
         calls[READ] = _read(self.device)
-        if self.beside and (other := self._other_inputs()):
-            calls[f"pagetile, {self.beside[0]}"] = other.attend
+        if self.versus and (other := self._other_inputs()):
+            calls[f"pagetile, {self.versus[0]}"] = other.attend
         host = time_host(inputs.attend, _HOST_ROUNDS).seconds
         times = time_in_turns(calls, self.device, repeats=repeats)
         metrics = self._metrics(times)
@@ -120,13 +120,13 @@ class GpuDecodeCase:
             clean = time_in_turns(calls, self.device, repeats=repeats, clean=True)
             metrics |= {name + CLEAN: value for name, value in self._metrics(clean).items()}
             times |= {name + CLEAN: time for name, time in clean.items()}
-        # In two lots: what slows a host down for a moment seldom lasts from one to the other.
+        # Two series: what slows a host down for a moment seldom lasts from one to the other.
         times["host, pagetile"] = Times(host + time_host(inputs.attend, _HOST_ROUNDS).seconds)
         metrics["host, microseconds"] = times["host, pagetile"].best * 1e6
         return Measurement(times, metrics, unknown | absent)
 
     def _metrics(self, times: dict[str, Times]) -> dict[str, float]:
-        """Return the metrics of one cache state: rate, share of reading, ratio to peers."""
+        """The metrics for one cache state: rate, share of reading, ratio to peers."""
         own = times["pagetile"]
         num_bytes = sum(self.seq_lens) * self.shape.bytes_per_key
         metrics = {
@@ -134,8 +134,8 @@ class GpuDecodeCase:
             "GB/s of reading": READ_BYTES / times[READ].median / 1e9,
             "share of read bandwidth": num_bytes / READ_BYTES * ratio(times[READ], own),
         }
-        if self.beside:
-            name, lengths, shape = self.beside
+        if self.versus:
+            name, lengths, shape = self.versus
             rate = sum(lengths) * shape.bytes_per_key / times[f"pagetile, {name}"].median / 1e9
             metrics[f"GB/s / {name}"] = metrics["GB/s"] / rate
         peers = sorted(name for name in times if not name.startswith("pagetile") and name != READ)
@@ -146,8 +146,8 @@ class GpuDecodeCase:
 class GpuPrefillCase:
     """Whole prompts, with ``TFLOP/s`` of both products; a causal square counts half.
 
-    pagetile over blocks in random order and, as ``in order``, over blocks of 128 side by side; SDPA
-    over dense keys and values.
+    pagetile reads blocks in random order and, as ``in order``, adjacent blocks of 128; SDPA reads
+    dense keys and values.
     """
 
     name: str
@@ -157,11 +157,11 @@ class GpuPrefillCase:
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
     has_compiled_peers: bool = True
-    """Whether FlexAttention takes part, which compiles."""
+    """Whether FlexAttention is compared, which compiles."""
 
     @property
     def compile_effort(self) -> int:
-        """See ``case.compile_effort``: caps and wide heads take FlexAttention longest."""
+        """See ``case.compile_effort``: with caps or wide heads, FlexAttention takes longest."""
         is_long = self.shape.logits_soft_cap is not None or self.shape.head_size > 128
         return (2 if is_long else 1) if self.has_compiled_peers else 0
 
@@ -178,7 +178,7 @@ class GpuPrefillCase:
         return 4 * pairs * self.shape.num_heads * self.shape.head_size
 
     def verify(self) -> list[Check]:
-        """A poisoned, shortened problem, and rows of the timed ones at their full size."""
+        """A poisoned, shortened problem, and rows of the timed results at full size."""
         lengths = [min(n, SHORT) for n in self.seq_lens[:3]]
         poisoned = check_against_float64(
             self.shape, lengths, decode=False, causal=self.causal, device=self.device
@@ -264,7 +264,7 @@ class GpuBlockSizesCase:
 
 
 def _read(device: str) -> Callable[[], object]:
-    """Sum ``READ_BYTES`` of memory: the yardstick of what streams its input."""
+    """Sum ``READ_BYTES`` of memory, for comparison with kernels that are bound by reading."""
     return lambda: read_all(device, READ_BYTES)
 
 

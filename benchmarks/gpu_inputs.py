@@ -1,6 +1,6 @@
-"""Problems of paged attention on a GPU: blocks in random order, and what is verified of them.
+"""Problems of paged attention on a GPU: inputs with blocks in random order, and their checks.
 
-Table entries past a sequence's end are far out of range; the correctness gate has the poisoned
+Table entries past a sequence's end are far out of range; the correctness gate adds the poisoned
 problems of ``pagetile.testing``.
 """
 
@@ -38,7 +38,7 @@ __all__ = ["LLAMA_8B", "Inputs", "Shape", "check_against_float64"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's attention, and how its cache is kept."""
+    """A model's attention, and the form of its cache."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def bytes_per_key(self) -> int:
-        """Of a token's key and value in the cache, scales aside."""
+        """Bytes of a token's key and value in the cache, without scales."""
         return 2 * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
 
 
@@ -66,7 +66,7 @@ LLAMA_8B = Shape()
 
 
 class Inputs:
-    """A call on random numbers, and the same numbers dense for the peers."""
+    """A call on random numbers, and the same numbers as dense tensors for the peers."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Inputs:
         )  # fmt: skip
 
     def check(self, what: str) -> list[Check]:
-        """Compare the call, at its own size, with float64 and with the implementation's name."""
+        """Compare the timed call with float64, and with the same call by implementation name."""
         return check_timed_call(self.attend, chosen(self.explain()), self.rows(), what)
 
     def in_tokens(self, result: Any) -> Tensor:
@@ -128,13 +128,13 @@ class Inputs:
         if result.dim() == 4 and self.batch.max_query_len > 1:
             result = result.transpose(1, 2)
         tokens: Tensor = result.reshape(self.q.shape)
-        if self.scales:  # libraries alone take 8 bits, and are spared the scales of values
+        if self.scales:  # only libraries take 8 bits, and their calls leave out the values' scales
             group = self.q.shape[1] // self.v_cache.shape[2]
             tokens = tokens * self.scales["v_scale"].repeat_interleave(group)[:, None]
         return tokens
 
     def in_order(self) -> Inputs:
-        """The same work on large blocks side by side: keys of a sequence in a row, as if dense."""
+        """The same work on large adjacent blocks: keys of a sequence in order, as if dense."""
         block_size = math.gcd(*self.seq_lens, 128)
         large = replace(self.shape, block_size=block_size)
         device = self.q.device
@@ -181,7 +181,7 @@ def check_against_float64(
     cut: Callable[[Problem], Plan] | None = None,
     device: str = "cuda",
 ) -> list[Check]:
-    """A poisoned problem of some lengths: by whom, and with what plan, if not by choice."""
+    """Check a poisoned problem of some lengths, perhaps with a given implementation and plan."""
     case = PagedCase(
         query_lens=tuple(1 if decode else n for n in lengths),
         seq_lens=tuple(lengths),
@@ -199,14 +199,14 @@ def check_against_float64(
     there = inputs.to(device)
     expected, allowed = _expect(inputs, device)
     plan = cut and cut(inputs.problem)
-    result = there.attend(out=there.out, impl=impl, plan=plan)  # of NaN: nothing stays unwritten
+    result = there.attend(out=there.out, impl=impl, plan=plan)  # filled with NaN before
     result = AttentionOutput(result.out.cpu(), result.lse.cpu())
     comparison = compare(result, inputs, expected, allowed)
     return [Check(f"poisoned: {case}", comparison.ratio <= 1, str(comparison))]
 
 
 def _expect(inputs: PagedInputs, device: str) -> tuple[AttentionOutput, Tolerance]:
-    """The oracle and its tolerance, computed on a device: a CPU takes seconds for them."""
+    """The oracle and its tolerance, computed on a device, since a CPU takes seconds for them."""
     try:
         there = inputs.to(device)
         with torch.device(device):
@@ -216,6 +216,6 @@ def _expect(inputs: PagedInputs, device: str) -> tuple[AttentionOutput, Toleranc
     except (AssertionError, RuntimeError):
         if device == "cpu":
             raise
-    # No memory, or products in float32 that round by more than the oracle grants: a CPU decides.
+    # Out of memory, or float32 products rounded by more than the tolerance: use the CPU.
     expected = oracle(inputs)
     return expected, tolerance(inputs, expected)

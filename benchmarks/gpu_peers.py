@@ -1,6 +1,6 @@
-"""Who computes the same on a GPU with torch alone; other libraries are in ``libraries``.
+"""Peers on a GPU that need torch alone; other libraries are in ``libraries``.
 
-SDPA knows no soft cap; FlexAttention does.
+SDPA has no soft cap; FlexAttention has.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def reader(inputs: Inputs) -> Peers:
 def decode_peers(inputs: Inputs, *, has_flex: bool = True) -> Peers:
     """SDPA over contiguous keys and values, a group's heads as rows, and with a gather; Flex.
 
-    Where scores are capped, FlexAttention alone.
+    With capped scores, only FlexAttention.
     """
     if len(set(inputs.seq_lens)) > 1 or inputs.shape.scales:
         return {}
@@ -105,10 +105,10 @@ def _call(backend: SDPBackend, *qkv: Any, **options: Any) -> Callable[[], Tensor
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, soft_cap: float | None = None
 ) -> Callable[[], Any]:
-    bend: Callable[..., Tensor] | None = None
+    cap_score: Callable[..., Tensor] | None = None
     if soft_cap is not None:
 
-        def bend(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def cap_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return soft_cap * torch.tanh(score / soft_cap)
 
     is_grouped = q.shape[1] > k.shape[1]
@@ -117,18 +117,18 @@ def _flex(
     def compiled() -> Callable[..., Any]:
         return compile_flex(q.shape[2] if causal else None, q.device.type)
 
-    return lambda: compiled()(q, k, v, score_mod=bend, enable_gqa=is_grouped)
+    return lambda: compiled()(q, k, v, score_mod=cap_score, enable_gqa=is_grouped)
 
 
 def compile_flex(causal_length: int | None, device: str) -> Callable[..., Any]:
-    """FlexAttention for one length: compiled for any, as it would be the second time, it is slow.
+    """FlexAttention compiled for one length; compiled for any length, it is slower.
 
-    ``causal_length`` is that of a causal square, None of what has no mask.
+    ``causal_length`` is the length of a causal square; None: no mask.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # after eight lengths it would not compile any more
-    compiled: Any = torch.compile(flex_attention, dynamic=False)  # nor is a cap an input so
+    torch.compiler.reset()  # torch compiles a function at most eight times
+    compiled: Any = torch.compile(flex_attention, dynamic=False)  # a cap is a constant as well
     mask = None
     if causal_length is not None:
         size = causal_length

@@ -1,9 +1,9 @@
-"""Clocks of a GPU's own work, for ``take_turns``, and the time that the host takes to ask for it.
+"""Clocks of a GPU's own work, for ``take_turns``, and the host's time to launch a call.
 
-A call is recorded as a CUDA graph, so that its time is that of its kernels. Before each replay the
-second-level cache is overwritten, as Triton's ``do_bench`` does it, or, ``clean``, read over: what
-overwrites it leaves tens of megabytes of dirty lines there, and a kernel that reads next pushes
-them out and waits for them (decision 15).
+A call is captured as a CUDA graph, so that its time is that of its kernels. Before each replay L2
+is overwritten, as by Triton's ``do_bench``, or, for ``clean``, filled by reading: overwriting
+leaves tens of megabytes of dirty lines there, and a kernel that reads next waits until they are
+written back (decision 15).
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from pagetile.analysis.timing import Times, WallClock, between_events, take_turn
 __all__ = ["GraphClock", "time_host", "time_in_turns"]
 
 _CALLS_A_ROUND = 100
-"""Few enough for the GPU's queue, which makes the host wait when it is full."""
+"""Few enough for the GPU's queue: the host has to wait when it is full."""
 ROUNDS = 7
 _LEAST_REST, _REST_SHARE = 0.01, 4
 
 
 @dataclass(frozen=True)
 class GraphClock:
-    """Some replays of a call's CUDA graph a turn, each with a cold cache.
+    """Replays a call's CUDA graph several times a turn, each with a cold cache.
 
-    After some 30 ms of dense products an H200 is at its power limit and lowers its clock, by a
-    tenth and more: hence a rest before every turn.
+    After some 30 ms of dense products an H200 reaches its power limit and lowers its clock by a
+    tenth or more: hence a rest before every turn.
     """
 
     clean: bool = False
-    """Whether the cache is read over in place of overwritten."""
+    """Whether L2 is filled by reading instead of overwriting."""
     captured: bool = True
-    """Whether calls can be recorded. One that cannot should work longer than the host takes to ask
-    for it."""
+    """Whether calls can be captured. One that cannot should run longer on the GPU than the host
+    takes to launch it."""
     burst: int = 3
-    """Timed calls of a turn, after one that does not count."""
+    """Timed calls of a turn, after one that is not timed."""
     rest: float = 0.05
     cools: float = 0.0
-    """Seconds of a further rest after each turn, four times as long as its work and so many at
-    most."""
+    """The most seconds of a further rest after each turn, which lasts four times as long as the
+    turn's work."""
 
     def prepare(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The replay of the call's graph."""
+        """Capture the call as a graph; return its replay."""
         return _record(call) if self.captured else call
 
     def time(self, call: Callable[[], object]) -> list[float]:
-        """A burst of replays, each after the cache was overwritten or read over."""
+        """Time several replays, each after L2 was overwritten or read."""
         from triton.runtime import driver
 
         memory = driver.active.get_empty_cache_for_benchmark()
@@ -75,9 +75,9 @@ def time_in_turns(
     captured: bool = True,
     rest: float | None = None,
 ) -> dict[str, Times]:
-    """Time calls in turns by the clock of a device; ``repeats`` is the number of rounds.
+    """Time calls in turns with the clock of a device; ``repeats`` is the number of rounds.
 
-    On a GPU ``rest`` is before every turn; if it is not given, a rest follows the work before it.
+    On a GPU ``rest`` precedes every turn; without it, a rest follows each turn's work.
     """
     if device == "cpu":
         return take_turns(calls, repeats=repeats or 15, clock=WallClock())
@@ -90,7 +90,7 @@ def time_in_turns(
 
 
 def time_host(call: Callable[[], object], rounds: int = 9) -> Times:
-    """Seconds that the host takes for a call when the GPU keeps up: means of many, by round."""
+    """Host seconds of a call while the GPU keeps up: the mean of many calls, by round."""
     call()
     seconds = []
     for _ in range(rounds):
@@ -112,7 +112,7 @@ def _record(call: Callable[[], object]) -> Callable[[], None]:
     call()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Gradients are computed on the stream of the call that they belong to.
+    # Autograd runs a gradient on the stream on which its forward ran.
     stream = torch.cuda.current_stream()
     own = None if stream == torch.cuda.default_stream() else stream
     with torch.cuda.graph(graph, stream=own):

@@ -1,9 +1,9 @@
-"""Host time of decode steps where the device takes none: the engine over a stub of recorded steps.
+"""Host time of decode steps without a device: the engine over a stub in place of recorded steps.
 
 ``python -m benchmarks.host_steps`` needs no GPU and prints JSON: the CPU time of one step of 1, 64
-and 256 sequences, in milliseconds, as the engine's thread counts it. Everything but the device's
-work is real, copies and events excepted: what is launched as a graph elsewhere leaves the same
-tokens every time. On a GPU, ``python -m benchmarks.workload_n host`` measures what is left of it.
+and 256 sequences, in milliseconds, as the engine's thread counts it. All host code is real except
+copies and events; the stub, in place of a replayed graph, leaves the same tokens every time. On a
+GPU, ``python -m benchmarks.workload_n host`` measures the host time that remains there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_STEPS, NUM_REPEATS = 160, 8
 
 
 class StubGraphs:
-    """Takes the place of ``StepGraphs``: every step samples token 1."""
+    """Replaces ``StepGraphs``: every step samples token 1."""
 
     def __init__(self, num_rows: int) -> None:
         from pagetile.engine.triton_draw import count_words, unpack
@@ -43,7 +43,7 @@ class StubGraphs:
             unpack(packed, size)[0].fill_(1)
 
     def fit(self, size: int) -> int:
-        """The size of the recorded step that serves ``size`` rows."""
+        """The size of the recorded step that runs ``size`` rows."""
         return self.sizes[bisect_left(self.sizes, size)]
 
     def has(self, size: int, *form: bool) -> bool:
@@ -53,7 +53,7 @@ class StubGraphs:
     ensure = has
 
     def replay(self, size: int, *form: bool) -> torch.Tensor:
-        """What the step's draw leaves."""
+        """The sampled tokens of a step."""
         return self._packed[size]
 
 
@@ -78,7 +78,7 @@ def time_step(engine: Engine, num_seqs: int, num_steps: int, num_repeats: int) -
     rng = random.Random(5)
     params = SamplingParams(max_tokens=4000, temperature=0.6, ignore_eos=True)
     ids = [
-        # Of other lengths, so that as many blocks fill in every step.
+        # Lengths differ, so that in every step about as many sequences begin a new block.
         engine.add_request([rng.randrange(90) for _ in range(16 + at % BLOCK_SIZE)], params)
         for at in range(num_seqs)
     ]

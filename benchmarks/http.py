@@ -1,13 +1,13 @@
-"""Generation over HTTP beside ``LLM.generate``: what the server takes from the engine.
+"""Generation over HTTP compared with ``LLM.generate``: the CPU time that the server adds.
 
 Three processes: ``pagetile serve``, an engine that calls ``LLM.generate``, and this one, which
-sends the requests and does nothing else meanwhile. The two serve the same prompts in turns::
+sends the requests and does nothing else meanwhile. Both serve the same prompts in turns::
 
     turn        1 generate   1 HTTP      2 generate   2 HTTP      …     then at half of that rate
-    this        ·            streams     ·            streams           streams that come at random
+    this        ·            streams     ·            streams           streams at random times
 
-A turn's overhead is the CPU time of the server's process less that of the engine's, a token: it
-holds on a busy machine too, where a rate does not.
+A turn's overhead is the CPU time a token of the server's process less that of the engine's. It is
+meaningful on a busy machine too, unlike a rate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Stream", "Workload", "compare", "percentile", "post", "send"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Streams of equal lengths: random prompts, greedy, every turn with prompts of its own."""
+    """Streams of equal lengths: random prompts, greedy, new prompts in every turn."""
 
     num_streams: int = 64
     num_prompt: int = 64
@@ -91,7 +91,7 @@ def post(fields: dict[str, Any]) -> bytes:
 
 @dataclass
 class Stream:
-    """A response as it came.
+    """A response as it arrived.
 
     Attributes:
         sent: When the request was sent, in seconds of ``time.perf_counter``.
@@ -114,10 +114,10 @@ class Stream:
 
     @property
     def times(self) -> list[float]:
-        """When each event with text came.
+        """When each event with text arrived.
 
-        One a token while the server keeps up, but for tokens without whole characters; a server
-        that is behind joins tokens.
+        Mostly one a token; a token without whole characters has none, and a server that is behind
+        joins tokens.
         """
         return [at for at, data in self.pieces for _ in range(data.count(b'"text": '))]
 
@@ -125,7 +125,7 @@ class Stream:
 def send(address: tuple[str, int], requests: Sequence[bytes], due: Sequence[float]) -> list[Stream]:
     """Send requests, each on a connection of its own, and read their responses to the end.
 
-    Reads are only noted with their time, about 5 us each; everything else is done afterwards.
+    Reads are only stored with their time, about 5 us each; everything else is done afterwards.
 
     Args:
         address: Host and port.
@@ -207,15 +207,15 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def compare(workload: Workload, turns: int = 5, seconds: float = 10.0) -> dict[str, Any]:
-    """Measure; what it returns says of each figure what it is.
+    """Measure; the keys of the result say what each figure is.
 
     Args:
-        workload: What is served.
-        turns: Of each, after one that warms up.
-        seconds: How long requests come at half of the saturating rate; 0 leaves that out.
+        workload: Prompts and lengths.
+        turns: Turns of each, after one to warm up.
+        seconds: How long requests are sent at half of the saturating rate; 0 leaves this out.
 
     Raises:
-        RuntimeError: A response was not whole.
+        RuntimeError: A response was incomplete.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does
     shares, overheads, rates = [], [], []
@@ -254,7 +254,7 @@ def compare(workload: Workload, turns: int = 5, seconds: float = 10.0) -> dict[s
 def _at_half_rate(
     workload: Workload, address: tuple[str, int], rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Latencies of requests that come at random, ``rate`` a second."""
+    """Latencies of requests sent at random times, ``rate`` a second."""
     rng, due = random.Random(0), [0.0]
     while due[-1] < seconds:
         due.append(due[-1] + rng.expovariate(rate))
@@ -277,7 +277,7 @@ def _at_half_rate(
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The value that so many percent of them are at most."""
+    """A percentile, interpolated between two values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 

@@ -1,4 +1,4 @@
-"""A client of streamed completions that only notes what came and when: it runs by itself.
+"""A client of streamed completions, in a process of its own, that stores each read and its time.
 
 The process that compares servers writes a ``Load`` into a file, starts this module and reads the
 ``Response`` of each request from another one. Nothing is parsed before the last response has ended,
@@ -7,7 +7,7 @@ so that a read costs the client some microseconds, and no torch is imported.
 ::
 
     http_latency ── load ──▶ python -m benchmarks.http_client ══ requests ══▶ server
-                 ◀─ responses ─┘            notes (time, bytes) of each read ◀══
+                 ◀─ responses ─┘            stores (time, bytes) of each read ◀══
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Load:
     Attributes:
         address: Host and port.
         requests: HTTP requests, each of which says ``Connection: close``.
-        due: Open loop: at which second each is sent, ascending, whatever became of those before.
+        due: Open loop: when each is sent, in ascending seconds, whether others have ended or not.
         num_streams: Closed loop, without ``due``: so many at a time, the next as soon as one ends.
         seconds: Closed loop: no request is sent later.
-        timeout: Seconds after which a response that has not ended is given up.
+        timeout: Seconds after which a response that has not ended is aborted.
     """
 
     address: tuple[str, int]
@@ -57,18 +57,18 @@ class Load:
 
     @property
     def longest(self) -> float:
-        """Seconds after which it has ended in any case."""
+        """Seconds after which ``drive`` has ended in any case."""
         last = self.due[-1] if self.due else min(self.seconds, len(self.requests) * self.timeout)
         return last + self.timeout
 
 
 @dataclass
 class Response:
-    """A response as it came.
+    """A response as it arrived.
 
     Attributes:
-        index: Of its request.
-        due: When it had to be sent, in seconds of ``time.perf_counter``.
+        index: Index of its request.
+        due: When it should be sent, in seconds of ``time.perf_counter``.
         sent: When its connection was opened.
         pieces: What each read returned, and when.
         error: Why the exchange ended before the server ended it.
@@ -82,7 +82,7 @@ class Response:
 
     @property
     def failure(self) -> str | None:
-        """What is wrong with it, shortly, so that alike failures can be counted."""
+        """What is wrong with it, briefly, so that equal failures can be counted."""
         if self.error is not None:
             return self.error
         raw = b"".join(data for _, data in self.pieces)
@@ -99,7 +99,7 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens as the server counts them at the stream's end; 0 if there is no end."""
+        """New tokens as the server counts them; 0 if the stream did not end."""
         counts = [event["usage"]["completion_tokens"] for _, event in self.events if _usage(event)]
         return int(counts[-1]) if counts else 0
 
@@ -110,12 +110,12 @@ class Response:
 
     @property
     def times(self) -> list[float]:
-        """When each event with text was whole."""
+        """When each event with text was complete."""
         return [at for at, event in self.events if _text(event)]
 
     @property
     def events(self) -> list[tuple[float, dict[str, Any]]]:
-        """Server-sent events that are JSON objects, and when their last byte came."""
+        """Server-sent events that are JSON objects, and when their last byte arrived."""
         if self._events is None:
             self._events = list(_events(self.pieces))
         return self._events
@@ -133,7 +133,7 @@ def post(path: str, fields: dict[str, Any]) -> bytes:
     return head.encode() + body
 
 
-# --- reading what was noted ---------------------------------------------------------------------
+# --- parsing the stored reads ------------------------------------------------------------------
 
 
 def _usage(event: dict[str, Any]) -> bool:
@@ -162,7 +162,7 @@ def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict
 
 
 def _unchunk(raw: bytes, start: int, is_chunked: bool) -> tuple[bytes, list[tuple[int, int]]]:
-    """The body, and where each chunk begins in it and in ``raw``; what is not whole is left out."""
+    """The body without incomplete chunks, and where each chunk begins in it and in ``raw``."""
     if not is_chunked:
         return raw[start:], [(0, start)]
     parts, places, length = [], [], 0
@@ -182,7 +182,7 @@ def _unchunk(raw: bytes, start: int, is_chunked: bool) -> tuple[bytes, list[tupl
 
 
 class _Reader(asyncio.Protocol):
-    """Notes each read of one connection."""
+    """Stores each read of one connection with its time."""
 
     def __init__(self, response: Response) -> None:
         self._pieces = response.pieces
@@ -254,7 +254,7 @@ def drive(load: Load) -> list[Response]:
 
 
 def run(load: Load) -> list[Response]:
-    """``drive`` in a process of its own, which ends with this call whatever happens.
+    """``drive`` in a process of its own, which is ended with this call in any case.
 
     Raises:
         RuntimeError: It failed, or did not end in its time.
@@ -277,7 +277,7 @@ def run(load: Load) -> list[Response]:
 
 
 def _main(load: str, responses: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     found = drive(pickle.loads(Path(load).read_bytes()))
     Path(responses).write_bytes(pickle.dumps(found))
 

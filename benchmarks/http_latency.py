@@ -1,17 +1,17 @@
-"""Latency over HTTP beside other servers, at half of the rate that saturates them.
+"""Latency over HTTP compared with other servers, at half of the rate that saturates them.
 
 All servers run the shipped checkpoint in float32, each in a process of its own, and answer the
 same requests in turns. A signal stops the servers that wait for their turn, so that they take no
 CPU time. The client (``http_client``) has its own process as well::
 
     start      every server; check that all give the same greedy text
-    try        16 and 64 streams at a time, for each server: with which it makes more tokens
+    try        16 and 64 streams at a time, for each server: the number that gives more tokens/s
     saturate   turn 1 pagetile  transformers     turn 2 pagetile  transformers     …
     half       turn 1 pagetile  transformers  pagetile at half of its own rate     turn 2 …
 
 A saturating rate is measured in a closed loop: each stream sends its next request as soon as one
-has ended. At half of it requests arrive at random (Poisson), the same for all servers in a turn. A
-first token's time counts from the moment at which its request had to be sent.
+has ended. At half of it requests arrive at random times (Poisson), the same for all servers in a
+turn. The time to a first token counts from the moment at which its request was due.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ __all__ = ["Request", "Running", "Server", "Setup", "arrivals", "compare_latency
 _HEALTH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _LOG_LINES = 15
-# Of a comparison with a limit: what a run takes beside its seconds (the client's start, the last
-# responses, reading what was noted), the least that is worth a turn, how long a stuck response may
-# last, and how long after the limit all is given up.
+# For a comparison with a time limit: what a run takes besides its seconds (the client's start, the
+# last responses, parsing), the shortest useful turn, how long a stuck response may last, and how
+# long after the limit the comparison is aborted.
 _RUN_SECONDS, _LEAST_SECONDS, _LIMITED_TIMEOUT, _GRACE_SECONDS = 1.5, 0.6, 15.0, 5.0
-_NO_TOKEN = -1  # ends nothing
+_NO_TOKEN = -1  # an end of text that no model draws
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured, and for how long."""
+    """Model, lengths and durations of a comparison."""
 
     device: str = "cpu"
     turns: int = 4
     seconds: float = 20.0
-    """Of each server's turn at half of a rate."""
+    """Seconds of each server's turn at half of a rate."""
     saturated_seconds: float = 8.0
-    """Of a turn in a closed loop; its first quarter does not count."""
+    """Seconds of a turn in a closed loop; its first quarter does not count."""
     num_streams: tuple[int, ...] = (16, 64)
     num_prompt: tuple[int, int] = (20, 200)
     num_new: tuple[int, int] = (20, 100)
     start_seconds: float = 180.0
-    """A server that has not started by then has failed."""
+    """Seconds after which a server that has not started has failed."""
     timeout: float = 60.0
-    """Seconds after which a response that has not ended is given up."""
+    """Seconds after which a response that has not ended is aborted."""
     limit: float | None = None
-    """Seconds in which the comparison has to end: servers have two thirds of it to start, and turns
-    are as short as then fits; it is given up a little later."""
+    """Seconds in which the comparison has to end: servers have two thirds of them to start, and
+    turns are shortened to fit; a little later it is aborted."""
 
     @property
     def about(self) -> str:
-        """The problem in one line, without who serves it."""
+        """The problem in one line, without the server."""
         return (
             f"prompts of {self.num_prompt[0]} to {self.num_prompt[1]} tokens, {self.num_new[0]} "
             f"to {self.num_new[1]} new, greedy, shipped checkpoint, float32, {self.device}"
@@ -102,7 +102,7 @@ class Request(NamedTuple):
 
 
 def draw(setup: Setup, seed: int, num_requests: int) -> list[Request]:
-    """Requests of random lengths; a word of the text is a token, and one token begins it."""
+    """Requests of random lengths, of words that are one token each, after a token at the start."""
     rng, words = random.Random(seed), _words()
     found = []
     for _ in range(num_requests):
@@ -122,7 +122,7 @@ def _words() -> list[str]:
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """When requests arrive at random, ``rate`` a second on average; at least two do."""
+    """Random times of requests, ``rate`` a second on average; at least two."""
     rng = random.Random(seed)
     due = [rng.expovariate(rate)]
     while due[-1] < seconds or len(due) < 3:
@@ -135,13 +135,13 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Server:
-    """How to start a server, and what its requests have besides prompt and length.
+    """How to start a server, and the fields of its requests besides prompt and length.
 
     Attributes:
-        name: Of its table's row.
-        command: Arguments of Python; ``{port}`` is put in.
-        fields: Of a request.
-        package: Without it the server takes no part.
+        name: Name of its row in the table.
+        command: Arguments of Python; ``{port}`` is replaced.
+        fields: Fields of a request.
+        package: A package that the server needs; without it, it is left out.
     """
 
     name: str
@@ -161,13 +161,13 @@ class Server:
 
 
 def _servers(setup: Setup) -> list[Server]:
-    """Return pagetile and its peers, each in the best mode of those tried on two CPU cores."""
+    """Return pagetile and its peers, each in the best mode found on two CPU cores."""
     at = ("--host", "127.0.0.1", "--port", "{port}")
     model, most = str(path()), str(max(128, *setup.num_streams))
     as_vllm = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     own = ("-m", "pagetile", "serve", *at, "--quiet", "--device", setup.device)
-    # Its attention reads the whole cache under a mask, so one that is no larger than needed is the
-    # fastest on a CPU; by default it takes most of the memory and 45 s for the first request.
+    # Its attention reads the whole cache under a mask, so the smallest sufficient cache is fastest
+    # on a CPU; by default it takes most of the memory, and 45 s for the first request.
     small = ("--cb-block-size", "64", "--cb-num-blocks", "200", "--cb-max-batch-tokens", "512")
     memory = small if setup.device == "cpu" else ("--cb-max-memory-percent", "0.3")
     transformers = (
@@ -190,7 +190,7 @@ def _servers(setup: Setup) -> list[Server]:
 
 
 class Running(NamedTuple):
-    """A server that answers."""
+    """A server process that accepts requests."""
 
     server: Server
     address: tuple[str, int]
@@ -198,11 +198,11 @@ class Running(NamedTuple):
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that it took so far, with the processes that it started."""
+        """CPU time of the server and of the processes that it started, so far."""
         one = psutil.Process(self.process.pid)
         seconds = 0.0
         for each in (one, *one.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):  # it has ended; its parent counts it
+            with suppress(psutil.NoSuchProcess):  # it has ended; its parent's time includes it
                 times = each.cpu_times()
                 seconds += times.user + times.system
                 seconds += times.children_user + times.children_system
@@ -220,7 +220,7 @@ def start(server: Server, seconds: float) -> Iterator[Running]:
 
     Raises:
         RuntimeError: It ended, or did not answer within so many seconds; the message has the end of
-            what it printed.
+            its output.
     """
     with _launch(server) as starting:
         _wait_until_healthy(starting, time.monotonic() + seconds)
@@ -228,7 +228,7 @@ def start(server: Server, seconds: float) -> Iterator[Running]:
 
 
 class _Starting(NamedTuple):
-    """A server that may not answer yet."""
+    """A server process that may not accept requests yet."""
 
     running: Running
     log: IO[bytes]
@@ -240,7 +240,7 @@ def _launch(server: Server) -> Iterator[_Starting]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     command = [part.replace("{port}", str(address[1])) for part in server.command]
-    # As pagetile's command line sets it: threads that spin would wait for each other.
+    # As pagetile's command line does: threads that spin would slow each other down.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with (
         tempfile.TemporaryFile() as log,
@@ -292,20 +292,20 @@ def _stop(running: Running) -> None:
     running.signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         running.process.wait(_STOP_SECONDS)
-    with suppress(ProcessLookupError):  # also what the server left behind
+    with suppress(ProcessLookupError):  # also processes that the server left running
         os.killpg(running.process.pid, signal.SIGKILL)
 
 
 def _start_all(
     setup: Setup, servers: Sequence[Server], stack: ExitStack, say: Say
 ) -> tuple[list[Running], dict[str, str]]:
-    """Start the servers that are installed, together; only pagetile, the first, has to start."""
+    """Start the installed servers at the same time; only pagetile, the first, has to start."""
     starting, started, absent = [], [], {}
     end = time.monotonic() + setup.start_seconds
     for server in servers:
         if server.package and not find_spec(server.package):
             absent[server.name] = "not installed"
-            say(f"{server.name} takes no part: not installed")
+            say(f"{server.name} is left out: not installed")
             continue
         say(f"starting {server.label}")
         starting.append(stack.enter_context(_launch(server)))
@@ -317,7 +317,7 @@ def _start_all(
         except RuntimeError as reason:
             if not running.server.package:
                 raise
-            running.signal(signal.SIGKILL)  # what does not take part must not take time
+            running.signal(signal.SIGKILL)  # it must take no CPU time from the others
             say(str(reason))
             absent[running.server.name] = str(reason).splitlines()[-1].strip()
             continue
@@ -340,7 +340,7 @@ def _its_turn(running: Running) -> Iterator[None]:
 
 
 def _warm_up(setup: Setup, running: Running, end: float | None = None) -> list[Response]:
-    """Send the first eight requests, one after another, and give up at ``end`` or soon after."""
+    """Send the first eight requests, one after another, until ``end`` or soon after."""
     requests = draw(setup, 0, 8)
     encoded = [running.server.encode(request) for request in requests]
     seconds = setup.timeout if end is None else max(_LIMITED_TIMEOUT, end - time.monotonic())
@@ -381,7 +381,7 @@ def _check_texts(setup: Setup, started: Sequence[Running]) -> list[dict[str, Any
 
 @dataclass
 class _Findings:
-    """Of one server at one rate, each turn."""
+    """Results of one server at one rate, by turn."""
 
     first: list[list[float]] = field(default_factory=list)
     between: list[list[float]] = field(default_factory=list)
@@ -396,10 +396,10 @@ class _Findings:
     def add(
         self, requests: Sequence[Request], responses: Sequence[Response], cpu_seconds: float
     ) -> None:
-        """Add a turn, for which the server took so many seconds of CPU time.
+        """Add a turn, during which the server took ``cpu`` seconds of CPU time.
 
         Raises:
-            RuntimeError: Fewer than two requests of it were answered.
+            RuntimeError: Fewer than two of its requests were answered.
         """
         whole = [each for each in responses if each.failure is None and len(each.times) > 1]
         self.num_requests += len(responses)
@@ -419,7 +419,7 @@ class _Findings:
         self.num_short += sum(each.num_tokens != requests[each.index].num_new for each in whole)
 
     def metrics(self) -> dict[str, Any]:
-        """Percentiles of each turn, and their medians: a loaded turn must not decide a p99."""
+        """Percentiles of each turn, and their medians, so that one loaded turn does not decide."""
         found: dict[str, Any] = {}
         for what, turns in (("to the first token", self.first), ("between tokens", self.between)):
             for percent in (50, 99):
@@ -447,14 +447,14 @@ class _Findings:
 
 
 def describe(failures: Counter[str]) -> str:
-    """How many requests failed of what: the most frequent first."""
+    """The kinds of failures with their counts, the most frequent first."""
     return ", ".join(f"{count} × {what}" for what, count in failures.most_common())
 
 
 def _saturate(
     setup: Setup, running: Running, num_streams: int, seconds: float, seed: int
 ) -> tuple[float, Counter[str]]:
-    """Tokens a second that arrive in a closed loop after its first quarter, and what failed."""
+    """Tokens a second that arrive in a closed loop after its first quarter, and the failures."""
     requests = draw(setup, seed, 8000)
     encoded = [running.server.encode(request) for request in requests]
     load = Load(
@@ -464,7 +464,7 @@ def _saturate(
         responses = run(load)
     failures = Counter(each.failure for each in responses if each.failure is not None)
     begin = min(response.due for response in responses)
-    # A server that joins tokens in an event sends fewer events: each has its share of the tokens.
+    # A server that joins tokens sends fewer events: each counts as an equal part of the tokens.
     tokens = sum(
         response.num_tokens / len(response.times)
         for response in responses
@@ -498,7 +498,7 @@ class _Saturated:
     failures: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, mean_new: float) -> dict[str, Any]:
-        """Median, and each turn."""
+        """The median, and each turn."""
         tokens = statistics.median(self.tokens)
         return {
             "tokens/s, saturated": tokens,
@@ -512,12 +512,12 @@ class _Saturated:
 def compare_latency(
     setup: Setup, say: Say, servers: Sequence[Server] | None = None
 ) -> list[dict[str, Any]]:
-    """Measure; one object a server and rate, as ``report.record_line`` takes it.
+    """Measure; return an object for each server and rate, as ``report.record_line`` takes it.
 
     Args:
-        setup: What, and for how long.
-        say: Called with what is done next.
-        servers: Others than pagetile and its peers; the first one is compared with the rest.
+        setup: Model, lengths and durations.
+        say: Called with a description of each step.
+        servers: Servers in place of pagetile and its peers; the first is compared with the others.
 
     Raises:
         RuntimeError: A server did not start or answered no request.
@@ -535,7 +535,7 @@ def compare_latency(
             setup = _fit(setup, len(started), setup.limit - (time.monotonic() - begin), say)
         if wrong := [check["what"] for check in checks if not check["passed"]]:
             raise RuntimeError(f"not so, and nothing was timed: {', '.join(wrong)}")
-        # Turns that take longer than planned, as those of a loaded machine do, are fewer.
+        # Turns that take longer than planned, on a loaded machine, become fewer.
         end = math.inf if setup.limit is None else begin + setup.limit
         at_half = (len(started) + 1) * (setup.seconds + 2 * _RUN_SECONDS)
         saturated = _find_saturation(setup, started, say, end - at_half)
@@ -575,15 +575,15 @@ def _given_up_after(limit: float | None) -> Iterator[None]:
 
 
 def _fit(setup: Setup, num_servers: int, left: float, say: Say) -> Setup:
-    """Make turns as short as the time that is left, and fewer if they would be too short.
+    """Shorten turns to the time that is left; make them fewer if they would be too short.
 
     Raises:
-        RuntimeError: Not even one fits.
+        RuntimeError: Not even one turn fits.
     """
     for turns in range(setup.turns, 0, -1):
         tries = len(setup.num_streams) * num_servers
         runs = tries + turns * (2 * num_servers + 1)
-        # A try lasts half as long as a turn in a closed loop.
+        # A trial lasts half as long as a turn in a closed loop.
         asked = (tries / 2 + turns * num_servers) * setup.saturated_seconds
         asked += turns * (num_servers + 1) * setup.seconds
         share = min(1.0, (left - runs * _RUN_SECONDS) / asked)
@@ -597,7 +597,7 @@ def _fit(setup: Setup, num_servers: int, left: float, say: Say) -> Setup:
 
 
 def _turns(setup: Setup, end: float, say: Say) -> Iterator[int]:
-    """Count turns; after the first one, only those that end in time if they last as long."""
+    """Count turns; after the first, only those that end in time if they take as long as it."""
     begin = time.monotonic()
     for turn in range(setup.turns):
         now = time.monotonic()
@@ -632,7 +632,7 @@ def _find_saturation(
 def _at_half(
     setup: Setup, started: Sequence[Running], shared: float, own: float, say: Say, end: float
 ) -> tuple[list[_Findings], _Findings | None]:
-    """All servers at one rate, and the first at its own if that is another."""
+    """Run all servers at the shared rate, and the first at its own rate if that is another."""
     found, at_own = [_Findings() for _ in started], _Findings()
     for turn in _turns(setup, end, say):
         head = f"turn {turn + 1} of {setup.turns}"

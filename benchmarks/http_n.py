@@ -1,13 +1,12 @@
-"""Workload N over HTTP beside ``LLM.generate``: 256 streams at once from one GPU.
+"""Workload N over HTTP compared with ``LLM.generate``: 256 streams at once from one GPU.
 
-Two processes, and one engine in the first, since two would share the memory and the GPU::
+Two processes. The engine's serves as well, since two engines would share the memory and the GPU::
 
     engine   generate   stream   serve ──────┐   generate   …
     client                       256 streams ┘
 
-``stream`` steps the engine by itself with requests that stream, which makes their text and cuts
-prompts into chunks: what the server can reach at most. The client only notes each read and its
-time.
+``stream`` steps the engine directly with requests that stream, which includes detokenising and
+prefill in chunks: the upper bound for the server. The client only stores each read and its time.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     num_prompts: int = 256
     longest: int = 1024
-    """Prompts and outputs are cut after so many tokens."""
+    """Prompts and outputs are truncated to so many tokens."""
 
     @property
     def about(self) -> str:
@@ -59,13 +58,13 @@ class Setup:
         )
 
     def requests(self) -> Requests:
-        """Those of N."""
+        """The requests of N."""
         vocab_size = 10000 if self.model.sizes is None else self.model.sizes["vocab_size"]
         drawn = draw_n(self.num_prompts, min(10000, vocab_size - 1))
         return [(prompt[: self.longest], min(n, self.longest)) for prompt, n in drawn]
 
     def load(self) -> LLM:
-        """The engine, with a tokenizer that has a text for every token."""
+        """The engine, with a tokenizer that has some text for every token."""
         assert self.model.sizes is not None
         return LLM(
             self.model.load(self.dtype, self.device),
@@ -87,14 +86,14 @@ def make_byte_tokenizer(vocab_size: int) -> Any:
 
 
 def compare_n(setup: Setup, turns: int = 5) -> dict[str, Any]:
-    """Measure; what it returns says of each figure what it is.
+    """Measure; the keys of the result say what each figure is.
 
     Args:
-        setup: What is served.
-        turns: Of each, after one that compiles.
+        setup: The engine and the requests.
+        turns: Turns of each, after one that compiles.
 
     Raises:
-        RuntimeError: A response was not whole.
+        RuntimeError: A response was incomplete.
     """
     requests = setup.requests()
     num_tokens = sum(n for _, n in requests)
@@ -109,7 +108,7 @@ def compare_n(setup: Setup, turns: int = 5) -> dict[str, Any]:
             by_deltas = _ask(pipe, "stream") if turn else by_ids
             address = _ask(pipe, "serve")
             over_http = _send_all(address, bodies, [n for _, n in requests], pid)
-            os.kill(pid, signal.SIGTERM)  # it ends the server, and the process waits for the next
+            os.kill(pid, signal.SIGTERM)  # ends the server; the process waits for a command
             _ask(pipe, None)
             if turn:
                 found.append(_figures(num_tokens, by_ids, by_deltas, over_http))
@@ -122,7 +121,7 @@ def _figures(
     by_deltas: tuple[float, float],
     over_http: dict[str, float],
 ) -> dict[str, float]:
-    """Of one turn, from seconds and CPU seconds."""
+    """The figures of one turn, from seconds and CPU seconds."""
     seconds, cpu = over_http.pop("seconds"), over_http.pop("cpu")
     return {
         "tokens/s, LLM.generate": num_tokens / by_ids[0],
@@ -156,7 +155,7 @@ def _summary(found: Sequence[dict[str, float]]) -> dict[str, Any]:
 def _send_all(
     address: tuple[str, int], bodies: Sequence[bytes], num_new: Sequence[int], pid: int
 ) -> dict[str, float]:
-    """Send all requests at once; times of the turn, and when its tokens came."""
+    """Send all requests at once; times of the turn, and when its tokens arrived."""
     server = psutil.Process(pid)
     cpu, loop, client = sum(server.cpu_times()[:2]), _main_thread(server), time.process_time()
     start = time.perf_counter()
@@ -178,7 +177,7 @@ def _send_all(
 
 
 def _main_thread(process: psutil.Process) -> float:
-    """CPU seconds of the thread that runs the event loop; 0 where the kernel does not tell."""
+    """CPU seconds of the event loop's thread; 0 where the kernel does not report them."""
     try:
         threads = process.threads()
     except (psutil.Error, OSError):
@@ -220,7 +219,7 @@ def _engine_process(setup: Setup) -> Iterator[tuple[int, Connection]]:
 
 
 def _ask(pipe: Connection, command: str | None) -> Any:
-    """Send a command, if there is one, and wait for what the process answers."""
+    """Send a command, if there is one, and return the process's next answer."""
     if command is not None:
         pipe.send(command)
     try:
@@ -232,7 +231,7 @@ def _ask(pipe: Connection, command: str | None) -> Any:
 def _run_engine(setup: Setup, pipe: Connection) -> None:
     llm, requests = setup.load(), setup.requests()
     while (command := pipe.recv()) != "end":
-        llm.reset_prefix_cache()  # or a turn would find the prompts of the one before
+        llm.reset_prefix_cache()  # or a turn would reuse the prompts of the one before
         if command == "serve":
             asyncio.run(_serve(llm, pipe))
             pipe.send("ended")
@@ -243,7 +242,7 @@ def _run_engine(setup: Setup, pipe: Connection) -> None:
 
 
 def _stream(llm: LLM, requests: Requests) -> float:
-    """Seconds that the engine takes for requests that stream."""
+    """Seconds that the engine takes for streamed requests."""
     engine, start = llm.engine, time.perf_counter()
     for prompt, n in requests:
         params = SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True)
@@ -256,7 +255,7 @@ def _stream(llm: LLM, requests: Requests) -> float:
 
 
 async def _serve(llm: LLM, pipe: Connection) -> None:
-    """Serve until a signal comes; the address is sent as soon as connections are accepted."""
+    """Serve until a signal arrives; the address is sent as soon as connections are accepted."""
     from pagetile.engine.async_llm import AsyncLLM
     from pagetile.server import create_app, serve
     from pagetile.server.logs import log

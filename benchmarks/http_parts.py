@@ -1,7 +1,7 @@
-"""What a streamed token takes by part, in CPU microseconds: ``python -m benchmarks.http_parts``.
+"""CPU microseconds a streamed token, by part: ``python -m benchmarks.http_parts``.
 
-Each part by itself on one thread, without an engine: 256 streams over TCP on the loopback, a token
-a step. The receiving ends are emptied between the steps, and that is not counted.
+Each part runs alone on one thread, without an engine: 256 streams over TCP on the loopback, a token
+a step. Received bytes are read between the steps, and that is not timed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _event(index: int, text: str) -> dict[str, Any]:
 
 
 class _Connections:
-    """Both ends of TCP connections; the sending ones belong to the running loop."""
+    """Both ends of TCP connections; the sending ends belong to the running loop."""
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ class _Connections:
                 self._ends.append(end)
 
     def empty(self) -> int:
-        """Read all that has come; how many bytes."""
+        """Read all that has arrived; return the number of bytes."""
         num_bytes = 0
         for end in self._ends:
             try:
@@ -68,7 +68,7 @@ class _Connections:
         return num_bytes
 
     def writes(self) -> list[Write]:
-        """As ``DirectWrites`` makes them."""
+        """Functions that write, as ``DirectWrites`` makes them."""
         flow = SimpleNamespace(write_paused=False)
         cycles: list[Any] = [
             SimpleNamespace(flow=flow, disconnected=False, transport=transport)
@@ -99,7 +99,7 @@ def _streams() -> list[RequestStream]:
 
 
 async def _time_steps(streams: list[RequestStream], after: Callable[[], object]) -> float:
-    """CPU microseconds a token from the mailbox on, tasks that it wakes included."""
+    """CPU microseconds a token from the mailbox on, including the tasks that it wakes."""
     mailbox = Mailbox(asyncio.get_running_loop())
     found = []
     for _ in range(NUM_STEPS):
@@ -116,7 +116,7 @@ async def _time_steps(streams: list[RequestStream], after: Callable[[], object])
 
 
 async def _past_tasks(connections: _Connections, *, writes: bool) -> float:
-    """Text events written where their deltas are delivered."""
+    """Write text events directly where their deltas are delivered."""
     streams, events = _streams(), TextEvents(_event, 1)
     directly = connections.writes() if writes else [lambda data: True] * NUM_STREAMS
     for stream, write in zip(streams, directly, strict=True):
@@ -130,7 +130,7 @@ async def _past_tasks(connections: _Connections, *, writes: bool) -> float:
 
 
 async def _by_tasks(connections: _Connections) -> float:
-    """The same events by each stream's task: its iterator and the loop that sends its pieces."""
+    """Write them in each stream's task: its iterator and the loop that sends its pieces."""
     streams, events = _streams(), TextEvents(_event, 1)
     request: Any = SimpleNamespace(state=SimpleNamespace(log={}))
 
@@ -161,7 +161,7 @@ async def _by_tasks(connections: _Connections) -> float:
 
 
 def _sends(connections: _Connections) -> float:
-    """The system calls alone."""
+    """Only the system calls."""
     data = b"%x\r\n%b\r\n" % (200, b"x" * 200)
     files = [transport.get_extra_info("socket").fileno() for transport in connections.transports]
     sockets = [socket.socket(fileno=os.dup(file)) for file in files]

@@ -1,9 +1,9 @@
-"""Peers that are not a part of torch: other libraries' kernels over the same pages, if installed.
+"""Peers from other libraries than torch: their kernels over the same pages, if installed.
 
-FlashInfer plans on the host first, untimed; the others have no plan. It alone is handed caches of
-8 bits, and is spared their scales: those of keys are in its queries, and its result lacks those of
-values. Its BatchAttention takes part beside its decode and prefill wrappers. For prefill its kernel
-``fa2``, which splits keys, takes part too: on Hopper the wrapper chooses ``fa3``.
+FlashInfer plans on the host first, untimed; the others have no plan. Only FlashInfer is called with
+8-bit caches, without their scales: those of keys are multiplied into its queries, and its result
+lacks those of values. Its BatchAttention is a peer as well as its decode and prefill wrappers. For
+prefill so is its kernel ``fa2``, which splits keys: on Hopper the wrapper chooses ``fa3``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class _Pages:
-    """A call's arrays in the forms that libraries ask for."""
+    """A call's tensors in the forms that libraries take."""
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
     tables: Tensor
-    """No poison past a sequence's end: some read ahead."""
+    """Table entries past a sequence's end are valid: some libraries read ahead."""
     seq_lens: Tensor
     starts: Tensor
     max_query_len: int
     max_seq_len: int
     causal: bool
     soft_cap: float
-    """0.0: none, as all of them say it."""
+    """0.0: none, as in all these libraries."""
 
     @property
     def is_decode(self) -> bool:
@@ -61,10 +61,10 @@ class _Pages:
 def find_libraries(
     inputs: Inputs, without: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls by name that return what ``paged_attention`` does, and why the others do not take part.
+    """Calls by name that return what ``paged_attention`` does, and why others are left out.
 
-    Results are not compared here: ``admit`` does it for all peers alike. ``without`` names some
-    that are not even planned, with the reasons.
+    Results are not compared here: ``admit`` does it for all peers. ``without`` names libraries that
+    are not even planned, with reasons.
     """
     if inputs.scales and inputs.shape.scales == "token":
         return {}, dict.fromkeys(_LIBRARIES, "unsupported: a scale for each token")
@@ -87,7 +87,7 @@ def find_libraries(
         elif inputs.shape.head_size in _CRASHING_SIZES.get(module, ()):
             absent[name] = f"heads of {inputs.shape.head_size} end its process"
         elif name == _SPLITTING and (pages.is_decode or inputs.scales):
-            continue  # the wrapper chooses it by itself
+            continue  # the wrapper already chooses it
         elif inputs.scales and name.partition(" ")[0] not in _TAKE_EIGHT_BITS:
             absent[name] = "unsupported: caches of 8 bits"
         else:
@@ -100,7 +100,7 @@ def find_libraries(
 
 
 def _scaled_queries(q: Tensor, inputs: Inputs) -> Tensor:
-    """Queries that hold the scales of keys; ``Inputs.in_tokens`` adds those of values."""
+    """Queries multiplied by the scales of keys; ``Inputs.in_tokens`` applies those of values."""
     if not inputs.scales:
         return q
     group = q.shape[1] // inputs.k_cache.shape[2]
@@ -139,7 +139,7 @@ def _flash_attn_3(library: Any, pages: _Pages) -> Call:
 
 
 def _vllm_flash_attn_3(library: Any, pages: _Pages, *, is_scheduled: bool) -> Call:
-    """FlashAttention-3 as vLLM ships it; vLLM itself calls it with a schedule made beforehand."""
+    """FlashAttention-3 as vLLM ships it; vLLM itself calls it with a schedule made before."""
     if pages.soft_cap:  # where its build lacks the kernel, its error ends the process
         raise ValueError("a soft cap is not tried")
     num_heads, num_kv_heads, size, block_size = pages.sizes
@@ -162,7 +162,7 @@ def _vllm_flash_attn_3(library: Any, pages: _Pages, *, is_scheduled: bool) -> Ca
         )  # fmt: skip
         return result
 
-    if is_scheduled:  # a schedule serves several calls; the one that is judged is its second
+    if is_scheduled:  # a schedule serves several calls: the judged call is its second
         call()
         out.fill_(torch.nan)
     return call
@@ -196,7 +196,7 @@ def _flashinfer(library: Any, pages: _Pages, backend: str = "auto") -> Call:
         wrapper.plan(
             pages.starts, indptr, indices, last, *pages.sizes, causal=pages.causal, **shared
         )
-    out = torch.empty_like(pages.q)  # else it fills one with zeros first
+    out = torch.empty_like(pages.q)  # without it, the wrapper fills one with zeros first
     return lambda: wrapper.run(pages.q, (pages.k_cache, pages.v_cache), out=out)
 
 
@@ -214,7 +214,7 @@ def _batch_attention(library: Any, pages: _Pages) -> Call:
     )  # fmt: skip
     try:
         plan()
-    except Exception as error:  # its type depends on how the library is bound
+    except Exception as error:  # its type depends on the library's binding
         if "workspace" not in str(error):
             raise
         device = pages.q.device
@@ -268,6 +268,6 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, _Pages], Call]]] = {
 }
 _TAKE_EIGHT_BITS = ("flashinfer",)
 _CRASHING_SIZES = {"flashinfer": (80, 96)}
-"""Head sizes with which a module takes the whole process down (FlashInfer 0.6.18)."""
+"""Head sizes for which a library ends the whole process (FlashInfer 0.6.18)."""
 COMPILED_WHEN_PLANNED = ("flashinfer", _SPLITTING, "flashinfer BatchAttention")
-"""Planning a call compiles a module for its head size and types if there is none."""
+"""Planning compiles a module for a call's head size and types if there is none."""

@@ -1,4 +1,4 @@
-"""The machine under the numbers: its name, its versions, and how fast it reads memory."""
+"""The machine of a record: its name, its versions, and its read bandwidth."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ PEERS = {
     "vllm flash_attn 3": "vllm",
     "vllm v2": "vllm",
 }
-"""Packages with kernels that take part where they are installed, by their contestants."""
+"""Packages with kernels that are compared where installed, by the names of contestants."""
 _CHANGED = " and changes"
 _CODE = ("src", "benchmarks", ":!benchmarks/results")
 _PACKAGES = ("torch", "triton", "numba", "transformers", "numpy", *PEERS.values())
 
 
 def describe() -> dict[str, Any]:
-    """The machine, as it goes into a record."""
+    """The machine, as a record has it."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -59,7 +59,7 @@ def describe() -> dict[str, Any]:
 
 
 def describe_run() -> dict[str, Any]:
-    """Commit, date and versions, as they go into a record of each case: asked for once a run."""
+    """Commit, date and versions, as each case of a record has them: computed once a run."""
     return {
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -68,12 +68,12 @@ def describe_run() -> dict[str, Any]:
 
 
 def is_clean(commit: str | None) -> bool:
-    """Whether a record's commit says all of the code that was measured."""
+    """Whether a commit has all of the code that was measured."""
     return commit is not None and not commit.endswith(_CHANGED)
 
 
 class BackgroundLoad:
-    """What everybody else takes of the machine from here on: a busy one disturbs the times."""
+    """The load that other processes put on the machine from now on; it disturbs the times."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter(), _cpu_seconds_of_others()
@@ -83,27 +83,27 @@ class BackgroundLoad:
         """Share of all cores' time that other processes and the hypervisor took."""
         start, others = self._start
         elapsed = (time.perf_counter() - start) * (os.cpu_count() or 1)
-        # The system counts in ticks of 10 ms: over less than one, any share may come out.
+        # The system counts in ticks of 10 ms: the share over less than one is meaningless.
         return min(1.0, max(0.0, (_cpu_seconds_of_others() - others) / elapsed))
 
 
 def _cpu_seconds_of_others() -> float:
     total, own = psutil.cpu_times(), psutil.Process().cpu_times()
     idle = total.idle + getattr(total, "iowait", 0.0)
-    # Guests are counted as users already.
+    # The time of guests is included in that of users.
     guests = getattr(total, "guest", 0.0) + getattr(total, "guest_nice", 0.0)
-    # Processes that this one started and that have ended, as a benchmark's server, are its own.
+    # Ended child processes, as a benchmark's server, belong to this process.
     children = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
     return float(sum(total) - idle - guests - own.user - own.system - children)
 
 
 def read_all(device: str = "cpu", num_bytes: int = READ_BYTES) -> torch.Tensor:
-    """Read memory on the whole machine: the ceiling of what streams its input."""
+    """Read memory with the whole machine: the peer of kernels that are bound by reading."""
     return _big_tensor(device, num_bytes).sum()
 
 
 def free_read_memory() -> None:
-    """Give back what ``read_all`` reads; the next call makes it again."""
+    """Free the tensor of ``read_all``; its next call allocates it again."""
     _big_tensor.cache_clear()
 
 

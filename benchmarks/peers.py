@@ -1,4 +1,4 @@
-"""Who else can do it: the ways to get the same attention out of torch, each in its best form."""
+"""Ways to compute the same attention with torch on a CPU, each in its fastest form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .workload import Dense, lay_out
 __all__ = ["SDPA", "make_peers", "to_tokens"]
 
 SDPA = ("sdpa, enable_gqa", "sdpa, K/V expanded", "sdpa, group packed")
-"""The ways to call SDPA over contiguous K/V; a comparison takes the fastest one."""
+"""The ways to call SDPA over contiguous K/V; a comparison uses the fastest."""
 
 Peer = Callable[[], list[Tensor]]
 
@@ -47,7 +47,7 @@ def to_tokens(results: list[Tensor]) -> Tensor:
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One new token sees every key, so the heads of a group can stand as rows of one head."""
+    """Pack a group's heads as rows of one head, as decode allows: its token attends to all keys."""
     return sdpa(q.view(*k.shape[:2], -1, q.shape[-1]), k, v).view(*q.shape[:3], -1)
 
 

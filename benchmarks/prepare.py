@@ -1,8 +1,8 @@
 """Compile and verify what records need, in several processes at once, before anything is timed.
 
-Most of a record's time on a fresh machine is compiling: pagetile's kernels, FlexAttention, what
-FlashInfer builds at first use. Compilers keep their results on disk, so processes that run each
-case once and throw its times away leave the process that measures little to compile. They also
+Most of a record's time on a fresh machine is compiling: pagetile's kernels, FlexAttention, modules
+that FlashInfer builds at first use. Compilers keep their results on disk. Processes run each case
+once and discard its times, so that the measuring process has little left to compile. They also
 verify their cases, at the sizes and on the inputs that are timed. Nothing is timed meanwhile.
 """
 
@@ -35,13 +35,13 @@ ROOT = Path(__file__).parent.parent
 Command = tuple[str, ...]
 """A module and its arguments."""
 
-_BYTES_A_JOB = 8 << 30  # of a GPU's memory: few cases need more at the same time
+_BYTES_A_JOB = 8 << 30  # GPU memory; few cases need more at the same time
 _CHUNKS_A_JOB = 4
-_MARK = "prepared: "  # begins a line with a case's checks
+_MARK = "prepared: "  # marks a line with a case's checks
 
 
 def default_jobs() -> int:
-    """Processes that fit onto this machine's GPU and cores; none without a GPU."""
+    """Processes that fit into this machine's GPU memory and cores; none without a GPU."""
     if not torch.cuda.is_available():
         return 0
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -51,14 +51,14 @@ def default_jobs() -> int:
 def list_commands(
     cases: Sequence[Case], jobs: int, uncompiled: Collection[str] = ()
 ) -> list[Command]:
-    """What prepares cases, in the order in which it should begin.
+    """The commands that prepare cases, in the order in which they should start.
 
-    First those that compile longest, each by itself: what begins last is cut off when the time is
-    over, and a process that loses the device takes no other case with it. Then the others, a few
-    for each process.
+    First the cases that compile longest, each in its own process, since the commands that start
+    last are ended when the time is over, and since a process that loses the GPU then affects no
+    other case. Then the others, a few in each process.
 
     Args:
-        cases: What is prepared.
+        cases: Cases to prepare.
         jobs: Processes at the same time.
         uncompiled: Names of cases whose compiled peers are left out.
     """
@@ -77,10 +77,10 @@ def list_commands(
 
 
 def _longest_first(cases: Sequence[Case]) -> list[Case]:
-    """Longest compiling first, classes in turns within a level.
+    """Cases that compile longest first; within a level, classes of cases in turns.
 
-    Cases of one class compile some of the same kernels, and need the same large memory: side by
-    side they would do so twice.
+    Cases of one class compile some of the same kernels, and need the same large memory: at the same
+    time they would do both twice.
     """
     levels: dict[int, dict[type, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
@@ -101,10 +101,10 @@ def prepare(
     say: Callable[[str], None],
     grace: float = 0.0,
 ) -> dict[str, list[Check]]:
-    """Run commands, some at a time, and return the checks of the cases that they prepared.
+    """Run commands, ``jobs`` at a time, and return the checks of the cases that they prepared.
 
-    After ``seconds`` none begins any more, and ``grace`` seconds later all are ended. Whatever goes
-    wrong here is tried again, and reported, where the case is timed.
+    After ``seconds`` none is started, and ``grace`` seconds later all are ended. A case that fails
+    here is verified again, and its failure reported, where it is timed.
     """
     cores = max(1, len(os.sched_getaffinity(0)) // jobs)
     limits = {"OMP_NUM_THREADS": str(cores), "TORCHINDUCTOR_COMPILE_THREADS": str(cores)}
@@ -126,7 +126,7 @@ def prepare(
 
 
 def _run(command: Command, limits: dict[str, str], end: float, grace: float) -> tuple[str, str]:
-    """What a command printed, and what went wrong; it begins before ``end``, or not at all.
+    """A command's output, and its failure; it starts before ``end``, or not at all.
 
     It is ended, with its compilers, ``grace`` seconds after ``end``.
     """
@@ -153,9 +153,9 @@ def _run(command: Command, limits: dict[str, str], end: float, grace: float) -> 
 def prepare_here(cases: Sequence[Case]) -> Iterator[str]:
     """Verify and run each case once; yields lines that ``prepare`` reads, and reasons of failures.
 
-    A case of which nothing but times is thrown away may not leave a choice behind that was made by
-    timing kernels on a busy machine: compiled peers then compile their candidates, and choose among
-    them again where they are timed.
+    The choices that a compiler makes by timing candidates may not stay on disk from here, since
+    other processes disturb the times. Cases with such peers compile the candidates here, and choose
+    among them again where they are timed.
     """
     if any(map(_chooses_by_timing, cases)):
         _keep_no_choices()
@@ -163,7 +163,7 @@ def prepare_here(cases: Sequence[Case]) -> Iterator[str]:
         try:
             yield _MARK + json.dumps([case.name, case.verify()])
             case.measure(1)
-        except Exception as reason:  # the others are still worth preparing
+        except Exception as reason:  # prepare the others all the same
             yield f"{case.name} failed: {reason!r}"
         if torch.cuda.is_available():
             free_read_memory()

@@ -1,6 +1,6 @@
-"""Processes that may hang or die: for a limited time, and no longer than the one that starts them.
+"""Processes with a time limit that end with the process that starts them.
 
-It imports nothing of a benchmark, so that a process starts at once. Run as a file it ties the
+It imports nothing of the benchmarks, so that a process starts fast. Run as a file it ties the
 command that follows to the thread that started it: see ``tethered``.
 """
 
@@ -33,7 +33,7 @@ def tethered(command: Sequence[str]) -> list[str]:
     """
     if sys.platform != "linux":
         return list(command)
-    # -I: without this folder among those of modules, where http.py is another one than Python's.
+    # -I: without this folder on the path, whose http.py would hide Python's.
     return [sys.executable, "-I", os.path.abspath(__file__), *command]
 
 
@@ -47,11 +47,11 @@ class _Worker:
     process: Any
     connection: Connection
     number: int = -1
-    """Of its task."""
+    """Index of its task."""
     begin: float = 0.0
 
     def kill(self) -> None:
-        """With the compilers that it started."""
+        """Kill it, and the compilers that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -69,18 +69,19 @@ def run_ahead(
 ) -> dict[int, str | None]:
     """Call a function with every task, in processes that are ended when the time is over.
 
-    A call that raises, ends its process, or takes longer than ``task_seconds`` costs no other task.
+    If a call raises, ends its process, or takes longer than ``task_seconds``, others still run.
 
     Args:
-        function: Of a module, so that a new process finds it.
-        tasks: What it is called with.
+        function: A module's function, so that a new process can import it.
+        tasks: Its arguments.
         processes: How many run at the same time.
-        seconds: For all together.
+        seconds: Time for all together.
+        task_seconds: Time for one.
         task_seconds: For one.
         meanwhile: Called here once the processes have started.
 
     Returns:
-        For the number of each task that came to an end: None, or what went wrong.
+        For the index of each task that ended: None, or its failure.
     """
     waiting = deque(range(len(tasks)))
     found: dict[int, str | None] = {}
@@ -89,12 +90,12 @@ def run_ahead(
     lost = 0
 
     def give(worker: _Worker) -> None:
-        """The next task, or none: the process ends."""
+        """Send the next task, or none, which ends the process."""
         if not waiting:
             worker.kill()
             return
         worker.number, worker.begin = waiting.popleft(), time.monotonic()
-        with suppress(OSError):  # of a process that has ended: the next wait finds it
+        with suppress(OSError):  # the process has ended: the next wait notices it
             worker.connection.send(tasks[worker.number])
         busy.append(worker)
 
@@ -119,7 +120,7 @@ def run_ahead(
                     continue
                 worker.kill()
                 lost += 1
-                if waiting and lost <= 2 * processes:  # else no process may be able to start
+                if waiting and lost <= 2 * processes:  # else processes may always fail to start
                     give(_start(function))
     finally:
         for worker in busy:
@@ -128,7 +129,7 @@ def run_ahead(
 
 
 def _answer(worker: _Worker) -> tuple[str | None, bool]:
-    """What a task came to, and whether its process goes on."""
+    """A task's failure or None, and whether its process still runs."""
     try:
         reason: str | None = worker.connection.recv()
         return reason, True
@@ -147,9 +148,9 @@ def _start(function: Callable[[Any], object]) -> _Worker:
 
 
 def _serve(connection: Connection, function: Callable[[Any], object]) -> None:
-    """A process's life: call the function with what comes, and answer with None or a reason."""
+    """The loop of a process: call the function for each task, and answer None or the failure."""
     _end_with_parent()
-    os.setsid()  # with all compilers that it starts, it can be ended at once
+    os.setsid()  # a group with the compilers that it starts, to kill all at once
     while True:
         try:
             task = connection.recv()

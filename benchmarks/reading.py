@@ -1,7 +1,7 @@
-"""The floor of decoding: the same pages in the same order, read by a kernel that drops them.
+"""The lower bound of decode's time: a kernel that only reads the same pages in the same order.
 
-One short program a tile of keys of a head, as many as there are: of the ways to read random pages
-that were tried none is faster by more than one percent (lab log). Scales are not read.
+One short program reads a tile of keys and values of one head. Of the ways to read random pages that
+were tried none is faster by more than one percent (lab log). Scales are not read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagetile import PagedBatch
 
 __all__ = ["Reader", "make_reader", "make_readers"]
 
-_WORDS = 8192  # of a tile's keys and values together
+_WORDS = 8192  # 32-bit words of a tile's keys and values together
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _xor(a, b):
 
 @triton.jit
 def _read(
-    out,  # int32 [1], never written but for an improbable sum
+    out,  # int32 [1], written only for one improbable value, so that the loads are not removed
     k_cache,  # int32 [num_blocks, BLOCK_SIZE, HEADS, WORDS]
     v_cache,
     block_tables,
@@ -38,10 +38,10 @@ def _read(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,  # a power of two that holds them
+    COLUMNS: tl.constexpr,  # WORDS, rounded up to a power of two
     TILE: tl.constexpr,
 ):
-    """One tile of one head."""
+    """Read one tile of one head. Grid: ``num_seqs · num_tiles · HEADS``, heads fastest."""
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS % num_tiles
     seq = tl.program_id(0) // (HEADS * num_tiles)
@@ -57,7 +57,7 @@ def _read(
 
 
 def make_reader(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Callable[[], object]:
-    """A call that reads the keys and values that decoding reads of sequences of one length.
+    """A call that reads the keys and values that decode reads, for sequences of one length.
 
     Raises:
         ValueError: The length is not a multiple of a tile.
@@ -84,14 +84,14 @@ class Reader(NamedTuple):
 
     call: Callable[[], object]
     num_bytes: int
-    """How many it reads: whole tiles only, so a little less than decoding does."""
+    """The bytes that it reads: whole tiles only, so a little less than decode does."""
 
 
 def make_readers(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> dict[str, Reader]:
-    """Two ways to read what decoding reads of sequences of one length, of any length.
+    """Two ways to read the pages that decode reads, for sequences of one length.
 
-    By heads, as decoding does: where a row's words are not a power of two, lanes idle. By pages,
-    each from its first to its last byte in pieces that leave none idle.
+    By heads, as decode does: where a row's words are not a power of two, lanes idle. By pages: each
+    as one row, in pieces of a power of two words, so that no lane idles.
     """
     block_size = k_cache.shape[1]
     width = k_cache.view(torch.int32).shape[-1]
@@ -113,7 +113,7 @@ def make_readers(k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> dict[st
 
 
 def _tile_of(width: int) -> tuple[int, int]:
-    """A power of two that holds a row's words, and rows of a tile."""
+    """A row's words rounded up to a power of two, and rows of a tile."""
     columns = triton.next_power_of_2(width)
     return columns, _WORDS // (2 * columns)
 
@@ -123,11 +123,11 @@ def _whole_tiles(length: int, tile: int) -> int:
 
 
 def _piece(cache: Tensor) -> int:
-    """Words of an equal part of a page: a power of two, so that a tile has no empty columns."""
+    """Words of an equal part of a page: a power of two, so that a tile has no masked columns."""
     words = cache[0].numel() * cache.element_size() // 4
     return min(words & -words, _WORDS // 2)
 
 
 def _as_rows(cache: Tensor) -> Tensor:
-    """A cache whose pages are one row of pieces: a page for a key, and a piece for a head."""
+    """A cache whose pages are one row of pieces: a page in place of a key, a piece of a head."""
     return cache.view(torch.int32).view(len(cache), 1, -1, _piece(cache))

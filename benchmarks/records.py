@@ -1,4 +1,4 @@
-"""All records of one machine in one go, and which documented figures they change."""
+"""Measures all records of one machine, and finds the documented figures that they change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from . import report
 from .case import Case
-from .document import find_figures, is_wanted, tables, value_of
+from .document import find_figures, is_in_table, tables, value_of
 from .machine import BackgroundLoad, describe, is_clean
 from .processes import tethered
 from .workload_n import CASES as PARTS_OF_N
@@ -43,43 +43,43 @@ __all__ = [
 ROOT = Path(__file__).parent.parent
 MOST_LOAD = 0.1
 MOST_NOISE = 0.03
-"""A figure that changed by less says nothing, whatever the repeats' own spread is."""
+"""A smaller change of a figure is noise, even if its repeats agree better."""
 
 
 @dataclass(frozen=True)
 class RecordSpec:
-    """One file of results: the cases in it, or the script that prints it, and how long it takes.
+    """One file of results: its cases, or the script that prints them, and how long it takes.
 
-    A script that takes the names of parts as arguments prints a case for each, named as ``parts``
-    says; ``apart`` are those that get a process each.
+    A script that takes names of parts as arguments prints a case for each, named as ``parts`` says;
+    those in ``apart`` run in a process each.
     """
 
     ending: str
-    """Of the file's name, after the machine's."""
+    """The file's name after the machine's."""
     device: str
     seconds: float
-    """Estimate for all of it, on an H100 or on two CPU cores, where kernels are compiled before."""
+    """Estimate for all of it, on an H100 or on two CPU cores, with kernels compiled before."""
     cases: tuple[str, ...] = ()
-    """How the names of its cases begin."""
+    """Beginnings of its cases' names."""
     but: tuple[str, ...] = ()
-    """How names begin that another record has."""
+    """Beginnings of names that belong to another record."""
     script: tuple[str, ...] = ()
     """A module and its arguments; each line that it prints is a JSON object."""
     parts: tuple[tuple[str, str], ...] = ()
-    """Arguments, and how the cases that they print are named."""
+    """Arguments, and names of the cases that they print."""
     apart: tuple[str, ...] = ()
 
     @property
     def beginning(self) -> str:
-        """Of the names of what a script prints."""
+        """The beginning of the names of a script's cases."""
         return self.ending.strip("-")
 
     def name_of(self, what: str) -> str:
-        """The name of the case that a script's line is."""
+        """The name of the case that a line of the script describes."""
         return report.name_line(what, self.beginning)
 
     def commands(self, made: Iterable[str] = ()) -> Iterator[tuple[str, ...]]:
-        """What is run for the cases that are not yet made, a script's arguments."""
+        """The script's arguments for the cases that are not yet made."""
         made = set(made)
         if not self.parts:
             is_made = any(name.startswith(self.beginning) for name in made)
@@ -103,7 +103,7 @@ class RecordSpec:
         ]
 
 
-# In the order of what readers ask first: what does not fit into the time is left out at the end.
+# The figures that readers ask for first come first: the end is left out when time is short.
 RECORDS = (
     RecordSpec("-decode", "cuda", 140, ("gpu-decode-",)),
     RecordSpec("-prefill", "cuda", 70, ("gpu-prefill-",), ("gpu-prefill-blocks-",)),
@@ -140,7 +140,7 @@ RECORDS = (
 
 
 def find_made(path: Path, commit: str | None) -> set[str]:
-    """The names of the cases that a record has of a commit: they need not be made again."""
+    """Names of the cases that a record has of a commit, which are not measured again."""
     if not is_clean(commit) or not path.exists() or report.is_of_another_machine(path):
         return set()
     return {case["name"] for case in report.load(path)["cases"] if case["commit"] == commit}
@@ -151,7 +151,7 @@ def plan(
 ) -> tuple[list[RecordSpec], list[RecordSpec]]:
     """The records of a device that fit into some seconds, in order, and those that do not.
 
-    A record that does not fit is passed over; a shorter one after it may fit.
+    A record that does not fit is skipped; a shorter one after it may fit.
     """
     fitting, left = [], []
     for spec in (spec for spec in records if spec.device == device):
@@ -164,7 +164,7 @@ def plan(
 
 
 def find_machine(results: Path) -> str:
-    """The name under which this machine has records; for a new one, a name from what it is."""
+    """The name in this machine's records; without records, a name from its GPU or CPU."""
     here = describe()
     names = []
     for path in sorted(results.glob("*.json")):
@@ -180,9 +180,9 @@ def find_machine(results: Path) -> str:
 
 
 def is_of_another_device(path: Path) -> bool:
-    """Whether a record is of another GPU, or another CPU or instruction set where there is none.
+    """Whether a record is of another GPU or, without a GPU, of another CPU or instruction set.
 
-    Two hosts of one GPU differ in their processors, and renew each other's whole records.
+    Two hosts of one kind of GPU have different CPUs; each replaces the other's records as a whole.
     """
     if not path.exists():
         return False
@@ -201,18 +201,18 @@ def run_script(
 ) -> list[str]:
     """Run a record's script and write the JSON objects that it prints as cases.
 
-    Those of a script with parts are written at once, others when all are there.
+    A script with parts is recorded line by line, others when they have ended.
 
     Args:
         spec: The record.
-        path: Of its file.
-        timeout: In seconds, for all of its commands.
-        run: ``describe_run``'s.
-        made: Names of cases that need not be made.
+        path: Path of its file.
+        timeout: Seconds for all of its commands.
+        run: The result of ``describe_run``.
+        made: Names of cases that are recorded already.
         say: Called with a line for each command and each case.
 
     Returns:
-        What failed or took longer than ``timeout`` seconds, and why; the other commands have run.
+        The failures, and what took longer than ``timeout`` seconds; the other commands have run.
     """
     failures, end = [], time.monotonic() + timeout
     for arguments in spec.commands(made):
@@ -229,13 +229,13 @@ def run_script(
         try:
             for line in _read_lines([sys.executable, *command], left):
                 lines.append(line)
-                if spec.parts:  # else what is left to do is not known
+                if spec.parts:  # otherwise it is not known which cases remain
                     write_lines(path, lines, spec.beginning, background, run, shown, kept)
                 say(f"{path.stem}: {spec.name_of(line['what'])} is made")
             is_whole = True
         except RuntimeError as reason:
             failures.append(f"{' '.join(arguments)}: {reason}")
-        if lines and (spec.parts or is_whole):  # its own time is known now, and no other's load
+        if lines and (spec.parts or is_whole):  # its time is known now, without others' load
             write_lines(path, lines, spec.beginning, background, run, shown, kept)
     return failures
 
@@ -244,7 +244,7 @@ def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, An
     """The JSON objects that a command prints, as soon as each is printed.
 
     Raises:
-        RuntimeError: It failed, or took longer.
+        RuntimeError: It failed, or took longer than ``timeout`` seconds.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -253,7 +253,7 @@ def _read_lines(command: Sequence[str], timeout: float) -> Iterator[dict[str, An
         )  # fmt: skip
         is_late = threading.Event()
 
-        def end_all() -> None:  # its servers too, which hold the pipe open
+        def end_all() -> None:  # also its servers, which hold the pipe open
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -290,7 +290,7 @@ def write_lines(
     command: str,
     kept: Iterable[dict[str, Any]] = (),
 ) -> None:
-    """Write JSON objects of a script as the cases of a record, after or in place of kept ones."""
+    """Write JSON objects of a script as the record's cases, after or in place of those there."""
     others, cases = background.share, {case["name"]: case for case in kept}
     for line in lines:
         case = report.record_line(line, beginning, others, {**run, "command": command})
@@ -308,10 +308,10 @@ class Change:
     before: float
     after: float
     noise: float
-    """As a part of the figure before."""
+    """The noise as a share of the figure before."""
 
     def __str__(self) -> str:
-        """In a line."""
+        """One line of text."""
         change = self.after / self.before - 1 if self.before else float("inf")
         return (
             f"{self.page}: {self.case}, {self.column}: {self.before:.4g} to {self.after:.4g} "
@@ -332,7 +332,7 @@ def find_changes(
         for name, beginning, columns in tables(page.read_text(encoding="utf-8")):
             if name != record:
                 continue
-            for case in (c for c in olds if is_wanted(c, beginning) and c in news):
+            for case in (c for c in olds if is_in_table(c, beginning) and c in news):
                 for column in columns:
                     spreads = (_spread(each[case], column) for each in (olds, news))
                     noise = max(MOST_NOISE, *spreads)
@@ -346,7 +346,7 @@ def find_changes(
 def find_changes_in_prose(
     pages: Iterable[Path], record: str, before: dict[str, Any], after: dict[str, Any]
 ) -> list[str]:
-    """Figures of a record in the pages' sentences that it no longer gives."""
+    """Figures in the pages' sentences that differ from a record's."""
     found = []
     for page in pages:
         for figure in find_figures(page.read_text(encoding="utf-8")):
@@ -363,7 +363,7 @@ def find_changes_in_prose(
 
 
 def find_loaded(record: dict[str, Any]) -> list[str]:
-    """Cases during which other processes took much of the machine: measure them again."""
+    """Cases during which other processes loaded the machine: measure them again."""
     return [
         f"{case['name']}: other processes took {case['share_of_other_processes']:.0%}"
         for case in record["cases"]
@@ -372,7 +372,7 @@ def find_loaded(record: dict[str, Any]) -> list[str]:
 
 
 def _spread(case: dict[str, Any], column: str) -> float:
-    """Of pagetile's times, or of a script's repeats of the column, as a part of the median."""
+    """Spread of pagetile's times, or of the column's repeats, as a share of the median."""
     repeats = case.get("repeats", {}).get(column)
     if repeats:
         return float((max(repeats) - min(repeats)) / abs(statistics.median(repeats)))
@@ -388,5 +388,5 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds; negative once it is spent."""
+        """Seconds left; negative once they are over."""
         return self._end - self._clock()

@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for the documentation."""
+"""Results as tables on the console and as JSON for the documentation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 REPEATS = ", each turn"
-"""Ends the name of a list with all repeats of a metric, in what a script prints."""
+"""Ends the name of a list with all repeats of a metric, in a script's output."""
 
 Record = dict[str, Any]
 _FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^/\s:'\"]+/)+")
@@ -49,7 +49,7 @@ def print_cases(console: Console, cases: Sequence[Case]) -> None:
 
 
 def print_checks(console: Console, case: Case, checks: Sequence[Check]) -> None:
-    """The correctness of a case; what is right takes one line."""
+    """Print the checks of a case: a summary line, and those that failed."""
     failed = [check for check in checks if not check.passed]
     verdict = "[red]wrong[/]" if failed else "[green]right[/]"
     console.print(f"[bold]{case.name}[/] {verdict}: {len(checks)} checks, {len(failed)} failed")
@@ -60,7 +60,7 @@ def print_checks(console: Console, case: Case, checks: Sequence[Check]) -> None:
 def print_measurement(
     console: Console, case: Case, measurement: Measurement, others: float
 ) -> None:
-    """Every contestant's time, every metric, the targets' verdicts, and how quiet it was."""
+    """Print the times of all contestants, the metrics with targets, and the machine's load."""
     console.print(f"{case.about}; other processes took {others:.0%} of the machine")
     times = Table("contestant", "median", "p10 to p90", "best", "repeats", box=None)
     for column in times.columns[1:]:
@@ -76,14 +76,14 @@ def print_measurement(
         metrics.add_row(name, f"{value:.4g}", verdicts.get(name, ""))
     console.print(metrics)
     for name, reason in measurement.absent.items():
-        console.print(f"{name} takes no part: {reason}", markup=False)
+        console.print(f"{name}: {reason}", markup=False)
     console.print()
 
 
 def record(
     case: Case, checks: Sequence[Check], measurement: Measurement, others: float, run: Record
 ) -> Record:
-    """One case as it goes into the JSON; ``run`` is ``describe_run``'s."""
+    """One case in the form of a record; ``run`` is the result of ``describe_run``."""
     return {
         "name": case.name,
         "about": case.about,
@@ -101,12 +101,12 @@ def record(
 
 
 def _without_folders(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Reasons that name files, but not where they lie on this machine."""
+    """Reasons without the folders of files that they name."""
     return {name: _FOLDERS.sub("", reason) for name, reason in reasons.items()}
 
 
 def name_line(what: str, beginning: str) -> str:
-    """The name of the case that is made of what a script printed."""
+    """The name of a case that a script describes as ``what``."""
     return f"{beginning}-{re.sub('[^a-z0-9]+', '-', what.lower()).strip('-')}"
 
 
@@ -114,9 +114,9 @@ def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Rec
     """A JSON object that a script printed, as a case of a record.
 
     ``what`` names it, ``about`` describes it, ``targets`` are ``[metric, bound, sign]``, ``checks``
-    statements that are true, or objects with a verdict; ``absent`` and ``details`` are kept as they
-    are. Of the rest, numbers are metrics, and a list of numbers has a metric's repeats, by the
-    metric's name and ``REPEATS``.
+    are statements that are true, or objects with a verdict; ``absent`` and ``details`` are kept as
+    they are. Of the rest, numbers are metrics, and a list of numbers named by a metric and
+    ``REPEATS`` has the repeats of that metric.
     """
     metrics = {name: value for name, value in line.items() if isinstance(value, (int, float))}
     repeats = {
@@ -144,17 +144,17 @@ def record_line(line: Mapping[str, Any], beginning: str, others: float, run: Rec
 
 
 def is_of_another_machine(path: Path) -> bool:
-    """Whether there is a record that this machine's cases may not go into."""
+    """Whether a record exists that is of another machine."""
     return path.exists() and bool(load(path)["machine"] != describe())
 
 
 def write(path: Path, records: Mapping[str, Record | None], order: Sequence[str]) -> None:
-    """Write cases into a record by name; what it has of others stays.
+    """Write cases into a record by name, and keep its others.
 
     Args:
-        path: Of a file that may be there.
-        records: None: of a case that is wrong, nothing stays.
-        order: The names of all cases; of what has another, nothing stays either.
+        path: Path of a file that may not exist yet.
+        records: Cases by name; None removes a case, since its result is wrong.
+        order: The names of all cases; cases with other names are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     before = load(path)["cases"] if path.exists() else []
@@ -172,7 +172,7 @@ def save(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def load(path: Path) -> Record:
-    """A record; in those from before 2026-11-24 all cases have one date, commit and versions."""
+    """A record; in those from before 2026-11-24 all cases share one date, commit and versions."""
     result: Record = json.loads(path.read_text(encoding="utf-8"))
     shared = {name: result[name] for name in ("commit", "date", "versions") if name in result}
     cases = [shared | case for case in result["cases"]]
@@ -202,7 +202,7 @@ def compare(console: Console, before: Path, after: Path) -> None:
 
 
 def days(cases: Sequence[Record]) -> str:
-    """When cases were measured: a day, or the first and the last."""
+    """The dates of the measurements: one day, or the first and the last."""
     found = sorted({case["date"][:10] for case in cases})
     if not found:
         return "never"

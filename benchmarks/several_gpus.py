@@ -1,4 +1,4 @@
-"""Make the records of a machine on several of its GPUs at the same time, in a process for each."""
+"""Measures the records of a machine on several of its GPUs at the same time, a process for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
     """Divide records among GPUs so that all end at about the same time.
 
-    The longest record comes first, and each goes to the GPU that has least to do.
+    From the longest record on, each goes to the GPU with the least work so far.
 
     Example:
         >>> share_out({"decode": 140, "prefill": 70, "tiles": 55}, 2)
@@ -32,7 +32,7 @@ def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
     return [share for share in shares if share]
 
 
-def run_beside(commands: Sequence[Sequence[str]]) -> int:
+def run_at_once(commands: Sequence[Sequence[str]]) -> int:
     """Run Python modules with their arguments, each with a GPU and an equal part of the cores.
 
     Prints their lines with the GPU's number before each.

@@ -1,4 +1,4 @@
-"""Decode of sequences that share a prefix, beside the plain call and FlashInfer's cascade.
+"""Decode of sequences that share a prefix, against the plain call and FlashInfer's cascade.
 
 The prefix's keys are read once for all sequences (``SharedPrefixes``); the plain call reads them
 once for each.
@@ -45,7 +45,7 @@ class SharedPrefixCase:
     prefix: int = 32768
     """Keys that all sequences share."""
     own: int = 256
-    """Keys of each sequence that are its own."""
+    """Further keys of each sequence."""
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
@@ -68,7 +68,7 @@ class SharedPrefixCase:
             call = functools.partial(inputs.attend, batch)
             if batch.shared_prefixes is None:
                 found = check_timed_call(call, inputs.implementation(batch), rows, self.about)
-            else:  # the passes may run by different implementations: there is no one to name
+            else:  # the two passes may run different implementations
                 found = [check_rows(call, rows, f"auto: {self.about}")]
             checks += [check._replace(what=f"{name}, {check.what}") for check in found]
         return checks
@@ -88,7 +88,7 @@ class SharedPrefixCase:
 
 
 class SharedPrefixInputs:
-    """A case's tensors: blocks in random order, those of the prefix the same for all."""
+    """A case's tensors: blocks in random order, with the prefix's blocks the same for all."""
 
     def __init__(self, case: SharedPrefixCase) -> None:
         self.case, device = case, case.device
@@ -119,11 +119,11 @@ class SharedPrefixInputs:
         return torch.tensor(values, dtype=torch.int32, device=self.case.device)
 
     def batches(self) -> dict[str, PagedBatch]:
-        """With the shared prefix, and plain."""
+        """The batches with the shared prefix and without."""
         return {"pagetile": self.batch, "plain": replace(self.batch, shared_prefixes=None)}
 
     def attend(self, batch: PagedBatch, **options: Any) -> AttentionOutput:
-        """A call."""
+        """Run the call on a batch."""
         return paged_attention(self.q, self.k_cache, self.v_cache, batch, **options)
 
     def implementation(self, batch: PagedBatch) -> str:
@@ -131,7 +131,7 @@ class SharedPrefixInputs:
         return chosen(explain_paged_attention(self.q, self.k_cache, self.v_cache, batch))
 
     def calls(self) -> Calls:
-        """What is timed: the call with the shared prefix, and the plain one."""
+        """The timed calls: with the shared prefix, and plain."""
 
         def timed(batch: PagedBatch) -> Callable[[], Tensor]:
             return lambda: self.attend(batch, out=self.out).out
@@ -143,11 +143,11 @@ class SharedPrefixInputs:
         return expected_rows(self.q, self.k_cache, self.v_cache, self.batch)
 
     def find_cascades(self) -> tuple[Calls, dict[str, str]]:
-        """FlashInfer's cascade, its parts called one by one, and why a form takes no part.
+        """FlashInfer's cascade, its parts called one by one, and why a variant is left out.
 
-        The cascade runs its prefill kernel over each sequence's own keys, too. By parts, its decode
-        kernel does it; the prefix is read by the kernel that it chooses, or by the one that splits
-        keys (``fa2``).
+        The cascade runs its prefill kernel over each sequence's own keys as well. By parts, its
+        decode kernel does it; the prefix is read by the kernel that FlashInfer chooses, or by the
+        one that splits keys (``fa2``).
         """
         if find_spec("flashinfer") is None:
             return {}, {CASCADE: "not installed"}
@@ -168,7 +168,7 @@ class SharedPrefixInputs:
         return found, absent
 
     def _levels(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Of the prefix and of the own keys: where queries and pages begin, pages, last lengths."""
+        """For prefix and own keys: where queries and pages begin, pages, and last lengths."""
         case = self.case
         each = self.own_blocks.shape[1]
         last = case.own - (each - 1) * case.block_size
@@ -209,7 +209,7 @@ class SharedPrefixInputs:
         decode.plan(*own[1:], *self._sizes, **self._types)
         caches = (self.k_cache, self.v_cache)
 
-        out, other = torch.empty_like(self.q), torch.empty_like(self.q)  # else it fills its own
+        out, other = torch.empty_like(self.q), torch.empty_like(self.q)  # else it allocates them
         lse, other_lse = (
             torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
             for _ in range(2)

@@ -1,10 +1,10 @@
-"""Sweep random shapes of every class, each beside its peers: see ``python -m benchmarks sweep``.
+"""Sweep random shapes of every class against peers: see ``python -m benchmarks sweep``.
 
-A ratio is the best peer's time by pagetile's: 1 is as fast, and more is faster. A wrong result, and
-a call that fails, have the ratio 0. A class is judged by its worst and its median ratio; it is one
-case of a record, with all its shapes.
+A ratio is the best peer's time divided by pagetile's: 1 is as fast, and more is faster. A wrong
+result, and a call that fails, have the ratio 0. A class is judged by its worst and its median
+ratio; it is one case of a record, with all its shapes.
 
-All shapes are drawn first, and on a GPU what they run is compiled ahead in several processes
+All shapes are drawn first, and on a GPU their kernels are compiled before in several processes
 (``sweep_warming``). Then one shape after the other is checked and timed, in turns of the classes.
 """
 
@@ -42,50 +42,50 @@ CPU_SCALE = 1 / 64
 _ROUNDS = 7
 _CPU_ROUNDS = 28
 _CLEARLY_SLOWER = 1.25
-"""Times the fastest peer in a first round: what is so slow has no other turn."""
+"""A peer this many times as slow as the fastest in the first round is not timed again."""
 _SHORTEST_REST = 0.01
 _DECODE_REST = 0.02
-"""Seconds before each turn of a decode, at most: it streams memory, and the power limit is far."""
+"""The most seconds before each turn of a decode, which stays far below the power limit."""
 _READ_BYTES = 1 << 30
 _SUM = f"sum of {_READ_BYTES >> 30} GiB"
-"""The machine's rate of reading, which calls that read little cannot reach: shown, no peer."""
+"""Reads at the machine's full rate, which calls that read little cannot reach; not a peer."""
 _WARMING_SHARE, _WARMING_SECONDS = 0.45, 300.0
 _MOST_PROCESSES = 14
 _SHAPE_SECONDS = 120
-"""A shape that takes longer hangs: no call of the process can run after it."""
+"""A shape that takes longer hangs: no later call of the process can run."""
 _STDERR = 2
 _LEFT_BYTES = 4 << 30
-"""More is a shape's, which should be free after it."""
+"""More memory than this left after a shape belongs to reference cycles of that shape."""
 _LISTED = 3
 """Worst shapes of a class in the summary."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one shape."""
+    """The result of one shape."""
 
     shape: SweepShape
     error: float
-    """Of pagetile's result against float64, as a part of the largest number of the result."""
+    """Error of pagetile's result against float64, relative to the largest number of the result."""
     seconds: dict[str, float]
-    """Medians, on a CPU the least; ``"pagetile"`` is among them."""
+    """Medians, on a CPU minima; ``"pagetile"`` is among them."""
     ratio: float
     best_peer: str
     absent: dict[str, str] = field(default_factory=dict)
-    """Peers that take no part, and why."""
+    """Peers that were left out, and why."""
     seed: int = 0
     number: int = 0
-    """Of the shape among those of its class and seed."""
+    """The shape's index in its class for its seed."""
 
     @property
     def share_of_sum(self) -> float | None:
-        """Of the machine's rate of reading, where the class is compared with reading."""
+        """Share of the machine's read bandwidth, in classes that are compared with reading."""
         if _SUM not in self.seconds:
             return None
         return self.seconds[_SUM] / self.seconds["pagetile"]
 
     def as_record(self) -> dict[str, Any]:
-        """As it goes into the JSON, which has no infinity."""
+        """The form in a record; JSON has no infinity."""
         return {
             "shape": str(self.shape), "seed": self.seed, "number": self.number,
             "ratio": self.ratio, "best peer": self.best_peer,
@@ -95,10 +95,10 @@ class Finding:
 
 
 def find_classes(names: Sequence[str], device: str) -> list[SweepClass]:
-    """The classes of some names, or without any, all that can be measured on a device.
+    """The classes of some names, or without names, all that can be measured on a device.
 
     Raises:
-        KeyError: No class is called so.
+        KeyError: No class has this name.
     """
     if names:
         return [CLASSES[name] for name in names]
@@ -115,8 +115,8 @@ def sweep(
 ) -> Iterator[tuple[SweepClass, list[Finding]]]:
     """Measure drawn shapes in their order, and yield a class's findings after each shape.
 
-    After ``seconds`` no other shape begins, but each class has one. Shapes whose kernels were not
-    compiled ahead come last.
+    After ``seconds`` only classes without a shape are continued. Shapes whose kernels were not
+    compiled before come last.
     """
     end = time.monotonic() + seconds
     findings: dict[str, list[Finding]] = {}
@@ -132,7 +132,7 @@ def sweep(
 
 
 def warm(drawn: Sequence[DrawnShape], seconds: float, console: Console) -> Warmed:
-    """Compile what shapes run on this GPU, in a part of ``seconds``, and print how far it came."""
+    """Compile the kernels of shapes on this GPU for a share of ``seconds``; print the progress."""
     begin = time.monotonic()
     tasks = plan_tasks(drawn, COMPILED_WHEN_PLANNED)
     limit = min(_WARMING_SECONDS, _WARMING_SHARE * seconds)
@@ -154,19 +154,19 @@ def _measure_or_fail(
     kind: SweepClass, shape: SweepShape, device: str, without: Mapping[str, str]
 ) -> Finding:
     """Measure a shape; a call that fails has the ratio 0, unless the GPU has failed with it."""
-    if device == "cuda":  # the record has all shapes before the one that hangs
+    if device == "cuda":  # a shape that hangs ends the process; shapes before it are recorded
         faulthandler.dump_traceback_later(_SHAPE_SECONDS, exit=True, file=_STDERR)
     try:
         return measure(kind, shape, device, without)
     except Exception as error:
         if device == "cuda":
-            torch.cuda.synchronize()  # raises where no later call can run either
+            torch.cuda.synchronize()  # raises if the GPU runs nothing more
         lines = str(error).strip().splitlines()
         return Finding(shape, math.inf, {}, 0.0, f"failed: {lines[0] if lines else repr(error)}")
     finally:
         if device == "cuda":
             faulthandler.cancel_dump_traceback_later()
-            if torch.cuda.memory_allocated() > _LEFT_BYTES:  # what cycles hold
+            if torch.cuda.memory_allocated() > _LEFT_BYTES:  # held by reference cycles
                 gc.collect()
             torch.cuda.empty_cache()
 
@@ -174,8 +174,8 @@ def _measure_or_fail(
 def summarise(kind: SweepClass, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return a class's worst and median ratio, its peers and all its shapes.
 
-    It is what ``report.record_line`` takes as a case. ``fastest: PEER`` counts the shapes in which
-    a peer is the fastest one.
+    It is in the form that ``report.record_line`` takes. ``fastest: PEER`` counts the shapes in
+    which a peer is the fastest.
     """
     ratios = [found.ratio for found in findings]
     checks = [
@@ -210,7 +210,7 @@ def summarise(kind: SweepClass, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def _absences(findings: Sequence[Finding]) -> dict[str, str]:
-    """Why each peer takes no part, and in how many shapes if not in all."""
+    """Why each peer was left out, and of how many shapes if not of all."""
     counts: dict[str, Counter[str]] = {}
     for found in findings:
         for name, reason in found.absent.items():
@@ -225,7 +225,7 @@ def _absences(findings: Sequence[Finding]) -> dict[str, str]:
 
 
 def _print_finding(console: Console, kind: SweepClass, finding: Finding) -> None:
-    """Print a shape's ratio, its best peer, its error, and the other peers' times by pagetile's."""
+    """Print a shape's ratio, its best peer, its error, and the peers' times by pagetile's."""
     own = finding.seconds.get("pagetile")
     others = sorted(
         (seconds / own, name)
@@ -261,11 +261,11 @@ def print_summary(console: Console, cases: Sequence[dict[str, Any]]) -> None:
             console.print(f"{case['what']} {_in_words(detail)}", markup=False)
     for case in cases:
         for name, reason in case["absent"].items():
-            console.print(f"{case['what']}: {name} takes no part: {reason}", markup=False)
+            console.print(f"{case['what']}: {name}: {reason}", markup=False)
 
 
 def _in_words(detail: Mapping[str, Any]) -> str:
-    """A shape of a record: how it is drawn, its ratio, both times, the peer, and its sizes."""
+    """A shape of a record: seed and number, ratio, both times, the peer, and sizes."""
     peer, seconds = detail["best peer"], detail["seconds"]
     beside = peer
     if peer in seconds:
@@ -277,9 +277,9 @@ def _in_words(detail: Mapping[str, Any]) -> str:
 def measure(
     kind: SweepClass, shape: SweepShape, device: str, without: Mapping[str, str] | None = None
 ) -> Finding:
-    """Check a shape against float64, and time it beside what its class is compared with.
+    """Check a shape against float64, and time it in turns with the peers of its class.
 
-    ``without`` names libraries that take no part, and why.
+    ``without`` names libraries that are left out, and why.
     """
     if kind.against == "matmul":
         return _measure_scores(shape)
@@ -308,9 +308,9 @@ def measure(
 def _race(
     calls: Mapping[str, Callable[[], Any]], device: str, *, is_decode: bool
 ) -> dict[str, float]:
-    """Median seconds of each call; of peers that are clearly slower than another, of one turn.
+    """Median seconds of each call; for peers that are clearly slower than another, of one turn.
 
-    The longer calls take, the longer is the rest before each: dense products of some 30 ms in a row
+    The longer the calls, the longer the rest before each: dense products of some 30 ms in a row
     lower the clock.
     """
     if device == "cpu":
@@ -332,7 +332,7 @@ def _race(
 
 
 def _peers_of(names: Iterable[str]) -> list[str]:
-    """Contestants that count; the sum of much memory does only where there is nothing else."""
+    """The peers; the sum over much memory is one only if there is no other."""
     others = [name for name in names if name != "pagetile"]
     return [name for name in others if name != _SUM] or others
 
@@ -340,7 +340,7 @@ def _peers_of(names: Iterable[str]) -> list[str]:
 def _capture(
     calls: dict[str, Callable[[], Any]],
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Return the replays of the calls' CUDA graphs, and which peers cannot be recorded, and why."""
+    """The replays of the calls' CUDA graphs, and why some calls cannot be captured."""
     replays: dict[str, Callable[[], Any]] = {}
     refused: dict[str, str] = {}
     for name, call in calls.items():
@@ -363,7 +363,7 @@ def _compare(shape: SweepShape, error: float, seconds: dict[str, float]) -> Find
 
 
 def _measure_scores(shape: SweepShape) -> Finding:
-    """``attention_scores`` beside torch's batched products with the same scale, on this CPU."""
+    """``attention_scores`` against torch's batched products with the same scale, on this CPU."""
     sizes = (len(shape.seq_lens), shape.num_heads, shape.seq_lens[0], shape.head_size)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(sizes, generator=generator) for _ in range(2))
@@ -373,7 +373,7 @@ def _measure_scores(shape: SweepShape) -> Finding:
     error = float((result.double() - expected).abs().max() / expected.abs().max())
     if not error <= 1e-5:
         return Finding(shape, error, {}, 0.0, "float64")
-    rows, keys = q.flatten(0, 1), k.flatten(0, 1).mT  # scaled within the product
+    rows, keys = q.flatten(0, 1), k.flatten(0, 1).mT  # the product applies the scale
     nothing = q.new_zeros(())
     calls: dict[str, Callable[[], Any]] = {
         "pagetile": lambda: attention_scores(q, k, softmax_scale=scale),
@@ -381,5 +381,5 @@ def _measure_scores(shape: SweepShape) -> Finding:
         "torch.baddbmm": lambda: torch.baddbmm(nothing, rows, keys, beta=0, alpha=scale),
     }
     times = time_in_turns(calls, "cpu", repeats=_CPU_ROUNDS)
-    # What else runs on the machine only adds: a thread that is not scheduled costs milliseconds.
+    # Minima: other processes only add time; a thread that is not scheduled costs milliseconds.
     return _compare(shape, error, {name: found.best for name, found in times.items()})

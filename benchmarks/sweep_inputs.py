@@ -1,4 +1,4 @@
-"""A swept shape's tensors, what its result should be, and the libraries that compute the same."""
+"""A swept shape's tensors, its expected result, and the libraries that compute the same."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _SCALE = 0.02
 class SweepInputs:
     """Random numbers in a paged cache (blocks in random order) and the same numbers dense.
 
-    The attributes are those that ``libraries`` asks of its inputs.
+    The attributes are those that ``libraries`` reads from its inputs.
 
     Args:
-        shape: The call.
+        shape: Lengths, sizes and types.
         device: ``"cpu"`` or ``"cuda"``.
-        seed: Of the numbers.
-        pages: Of the cache, if not one for each block: blocks share them, which runs the same
+        seed: Seed of the numbers.
+        pages: Pages of the cache, if not one for each block: blocks share them, which runs the same
             kernels with little memory.
     """
 
@@ -96,7 +96,7 @@ class SweepInputs:
         )  # fmt: skip
 
     def attend(self) -> AttentionOutput:
-        """The call that is timed."""
+        """The timed call."""
         if not self.sweep.block_size:
             return attention(*self._dense_batch(), causal=True)
         return paged_attention(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
@@ -112,7 +112,7 @@ class SweepInputs:
         return self._made
 
     def dense(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[length, num_kv_heads, size]`` of a sequence, as they are kept."""
+        """Keys and values ``[length, num_kv_heads, size]`` of a sequence, as the cache has them."""
         length = self.sweep.seq_lens[seq]
         blocks = self.tables[seq, : -(-length // self.k_cache.shape[1])].long()
         keys, values = (c[blocks].flatten(0, 1)[:length] for c in (self.k_cache, self.v_cache))
@@ -127,24 +127,24 @@ class SweepInputs:
         return expected_rows(self.q, self.k_cache, self.v_cache, self.batch, **self.scales)
 
     def judge(self, name: str, out: Tensor) -> str | None:
-        """What is wrong with a peer's result; libraries are spared the scales of 8 bits."""
+        """What is wrong with a peer's result; libraries leave out the scales of 8 bits."""
         out = out.reshape(-1, *out.shape[-2:])
         error = self.error(out * _SCALE if self.is_8_bit and name != "sdpa" else out)
         return None if error <= PEER_ERROR else f"wrong: {error:.2g} off float64"
 
 
 class OwnCall(NamedTuple):
-    """A call that needs no other library."""
+    """A call that needs no other library, and the part of the shape's bytes that it reads."""
 
     call: Callable[[], Any]
     share: float = 1.0
-    """Of the shape's work."""
+    """The part of the shape's work that it does."""
 
 
 def find_own_calls(against: str, inputs: SweepInputs) -> dict[str, OwnCall]:
-    """What this project brings to a shape of a class: all that it compiles for it.
+    """The calls for a shape that need no other library.
 
-    ``"pagetile"``, and what it is compared with where that is not a library: the same call over a
+    ``"pagetile"``, and in classes that are not compared with libraries: the same call over a
     bfloat16 cache, or kernels that only read the pages.
     """
     calls = {"pagetile": OwnCall(inputs.attend)}
@@ -163,9 +163,9 @@ def find_own_calls(against: str, inputs: SweepInputs) -> dict[str, OwnCall]:
 
 
 def import_libraries() -> None:
-    """Import what takes seconds, before the first shape needs it."""
+    """Import the libraries, which takes seconds, before the first shape needs them."""
     for name in ("flashinfer", "vllm.vllm_flash_attn"):
-        with contextlib.suppress(Exception):  # find_peers says why it takes no part
+        with contextlib.suppress(Exception):  # find_peers says why a library is left out
             importlib.import_module(name)
 
 
@@ -173,7 +173,7 @@ def plan_library(inputs: SweepInputs, name: str) -> None:
     """Plan a library's call, which compiles its module if there is none.
 
     Raises:
-        RuntimeError: It takes no part; the message says why.
+        RuntimeError: It is left out; the message says why.
     """
     without = {other: "" for other in COMPILED_WHEN_PLANNED if other != name}
     _, absent = find_libraries(inputs, without)  # type: ignore[arg-type]
@@ -184,11 +184,11 @@ def plan_library(inputs: SweepInputs, name: str) -> None:
 def find_peers(
     inputs: SweepInputs, without: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Calls that compute the same, each checked against float64, and why others take no part.
+    """Calls that compute the same, each checked against float64, and why others are left out.
 
-    SDPA over gathered keys and values, a sequence at a time, is always there. FlashInfer,
-    flash-attn and FlashAttention-3 (also of vLLM's wheel) take part where they are installed, but
-    for those in ``without``, which has a reason for each.
+    SDPA over gathered keys and values, a sequence at a time, is always a peer. FlashInfer,
+    flash-attn and FlashAttention-3 (also of vLLM's wheel) are where they are installed, except
+    those in ``without``, which has a reason for each.
     """
     peers: dict[str, Callable[[], Any]] = {"sdpa": _sdpa(inputs)}
     shape = inputs.sweep
@@ -205,7 +205,7 @@ def find_peers(
 
 
 def _sdpa(inputs: SweepInputs) -> Callable[[], Tensor]:
-    """Gathered beforehand, untimed; a decoding sequence's groups are rows of one head."""
+    """Keys are gathered before, untimed; in decode a group's heads are rows of one head."""
     starts = inputs.batch.cu_seqlens_q.tolist()
     calls: list[Callable[[], Tensor]] = []
     for seq, (new, length) in enumerate(
@@ -232,7 +232,7 @@ def _one_sdpa(q: Tensor, k: Tensor, v: Tensor, new: int, length: int) -> Callabl
     grouped = q.shape[1] > k.shape[1]
     if new == length:
         return lambda: sdpa(heads, k, v, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
-    if grouped:  # a bias has no groups
+    if grouped:  # an attention bias cannot be combined with enable_gqa
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     bias: Any = causal_lower_right(new, length)
     return lambda: sdpa(heads, k, v, attn_mask=bias)[0].transpose(0, 1)

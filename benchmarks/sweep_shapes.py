@@ -61,7 +61,7 @@ class SweepShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all keys and values."""
+        """Bytes of all keys and values."""
         width = self.num_kv_heads * (self.head_size + self.v_head_size)
         return sum(self.seq_lens) * width * self.kv_dtype.itemsize
 
@@ -71,7 +71,7 @@ Draw = Callable[[random.Random, float], SweepShape]
 
 @dataclass(frozen=True)
 class SweepClass:
-    """Shapes of one kind, and what pagetile is compared with."""
+    """Shapes of one kind, and the peers of pagetile in them."""
 
     name: str
     about: str
@@ -80,9 +80,9 @@ class SweepClass:
     """``"peers"``: other libraries. ``"bf16"``: the same call over a bfloat16 cache.
     ``"bandwidth"``: only reading the same pages. ``"matmul"``: torch's."""
     worst: float = 0.95
-    """What the worst ratio must reach."""
+    """Target of the worst ratio."""
     median: float = 1.03
-    """What the median ratio must reach."""
+    """Target of the median ratio."""
 
 
 def draw_shapes(kind: SweepClass, seed: int, count: int, scale: float = 1.0) -> list[SweepShape]:

@@ -1,9 +1,9 @@
-"""Compile what a sweep will run before anything is timed, in several processes.
+"""Compile the kernels of a sweep before anything is timed, in several processes.
 
 Triton keeps kernels on disk, and so does FlashInfer, whose modules take nvcc a minute. Each process
-calls a shape's kernels once over a cache of a few pages, which compiles the same kernels as the
-whole cache; or it plans a library's call. What is not ready when the time is over is compiled when
-it is called (kernels), or left out with the reason (libraries).
+calls a shape's kernels once over a cache of a few pages, for which the same kernels are compiled as
+for the whole cache; or it plans a library's call. When the time is over, other kernels are compiled
+when they are called, and other libraries are left out with the reason.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ __all__ = ["COLD", "Task", "Warmed", "module_of", "plan_tasks", "warm_up"]
 
 _PAGES = 2
 _MEMORY = 1 / 12
-"""Of the GPU's memory, for one process."""
+"""GPU memory for one process."""
 
 
 class Task(NamedTuple):
     """One thing to compile."""
 
     against: str
-    """What the shape's class is compared with."""
+    """The peers of the shape's class."""
     shape: SweepShape
     library: str | None = None
-    """Whose module is compiled; ``None``: the kernels of this project."""
+    """The library whose module is compiled; ``None``: the kernels of this project."""
 
 
 def plan_tasks(drawn: Sequence[DrawnShape], libraries: Sequence[str]) -> list[Task]:
     """Return what to compile: the libraries' modules, which take longest, then shapes as drawn.
 
-    So of every class as many shapes are ready if the time is over before. Shapes that come at the
-    same time are of different classes, and seldom compile the same kernel twice.
+    So every class has as many shapes ready if the time is over before the end. Shapes compiled at
+    the same time are of different classes, and seldom compile the same kernel twice.
     """
     modules: dict[Any, Task] = {}
     own: dict[Task, None] = {}
@@ -53,35 +53,35 @@ def plan_tasks(drawn: Sequence[DrawnShape], libraries: Sequence[str]) -> list[Ta
 
 
 def module_of(shape: SweepShape, library: str) -> tuple[Any, ...]:
-    """What a library's module is compiled for."""
+    """The parameters of the module that a library compiles for a shape."""
     is_decode = max(shape.query_lens) == 1
     return library, is_decode, shape.head_size, shape.v_head_size, shape.kv_dtype
 
 
 @dataclass(frozen=True)
 class Warmed:
-    """What came of the tasks."""
+    """The results of the tasks."""
 
     shapes: frozenset[SweepShape]
-    """Those whose kernels are ready."""
+    """Shapes whose kernels are compiled."""
     failed: dict[tuple[Any, ...], str]
     """Why libraries' modules are not ready, by ``module_of``."""
     reasons: dict[str, str]
-    """All that went wrong, by what it is in words."""
+    """Each failed task with its reason."""
 
     def missing_libraries(self, shape: SweepShape) -> dict[str, str]:
-        """Which libraries must not be called for a shape, and why."""
+        """The libraries that must not be called for a shape, and why."""
         return {key[0]: why for key, why in self.failed.items() if key == module_of(shape, key[0])}
 
 
 COLD = Warmed(frozenset(), {}, {})
-"""Where nothing is compiled ahead, as on a CPU."""
+"""For devices without compiling before, as a CPU."""
 
 
 def warm_up(
     tasks: Sequence[Task], processes: int, seconds: float, meanwhile: Callable[[], object]
 ) -> Warmed:
-    """Compile ahead on this machine's GPU, for so long at most; call ``meanwhile`` here."""
+    """Compile on this GPU for ``seconds`` at most; call ``meanwhile`` in this process."""
     found = run_ahead(_compile, tasks, processes, seconds, meanwhile=meanwhile)
     shapes, failed, reasons = set(), {}, {}
     for number, task in enumerate(tasks):
@@ -92,16 +92,16 @@ def warm_up(
                 failed[module_of(task.shape, task.library)] = reason
         elif task.library is None:
             shapes.add(task.shape)
-    if len(reasons) == len(tasks):  # of processes that cannot share the GPU: no library's fault
+    if len(reasons) == len(tasks):  # processes cannot share the GPU: not the libraries' fault
         failed = {}
     return Warmed(frozenset(shapes), failed, reasons)
 
 
 def _compile(task: Task) -> None:
-    """Run a task in a process of its own, which it may end."""
+    """Run a task in a process of its own, which it may crash."""
     import torch
 
-    # A share for each: what needs more is compiled later, when it is timed.
+    # Each process has a share of the memory: a shape that needs more is compiled when it is timed.
     torch.cuda.set_per_process_memory_fraction(_MEMORY)
     try:
         _call_once(task)
@@ -109,7 +109,7 @@ def _compile(task: Task) -> None:
     except Exception:
         try:
             torch.cuda.synchronize()
-        except Exception:  # the GPU would answer every later task of this process with it
+        except Exception:  # after this every later task of this process would fail
             traceback.print_exc()
             os._exit(1)
         raise
@@ -118,7 +118,7 @@ def _compile(task: Task) -> None:
 
 
 def _call_once(task: Task) -> None:
-    """All memory is free once it returns."""
+    """Call each kernel once; all memory is free afterwards."""
     from .sweep_inputs import SweepInputs, find_own_calls, plan_library
 
     inputs = SweepInputs(task.shape, "cuda", pages=_PAGES)

@@ -67,8 +67,8 @@ class SwinUnetrCase:
 
         The encoder has all attentions, and the first two residual blocks all kinds of norms; ten
         blocks after one another would amplify rounding too much. In the timed type, MONAI's own
-        distance from float32 is the yardstick. The implementations that "auto" chooses in the timed
-        step are named, and its calls have the bits of calls that name them.
+        distance from float32 is the reference. The implementations that "auto" chooses in the timed
+        step are named, and its calls must equal calls that name them, bit by bit.
         """
         models, x = self._models(), self._input()
         checks = []

@@ -28,7 +28,7 @@ __all__ = ["ScoresCase", "TiledCase"]
 
 _SCORES_AT_ONCE = 64  # batches whose scores are computed in float64 together
 CHUNK = 2048  # rows of float64 scores at a time
-PEER_ERROR = 2**-4  # of a peer, relative to the length of the tensor
+PEER_ERROR = 2**-4  # of a peer, relative to the norm of the tensor
 BACKWARD = ", backward"
 NAMES = ("out", "dq", "dk", "dv")
 _BACKENDS = {
@@ -38,12 +38,12 @@ _BACKENDS = {
 }
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From ``[batch, length, heads, head_size]`` to the same of values."""
+"""From q, k and v, ``[batch, length, heads, head_size]``, to the output."""
 
 
 @dataclass(frozen=True)
 class TiledCase:
-    """``attention`` and its gradients, beside SDPA's backends and FlexAttention.
+    """``attention`` and its gradients, against SDPA's backends and FlexAttention.
 
     Metrics: ``TFLOP/s`` of two products forward and of five backward, a causal square counting
     half; ``x best peer``, how many times as fast as the fastest of them; both once more for the
@@ -61,7 +61,7 @@ class TiledCase:
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
     has_compiled_peers: bool = True
-    """Whether FlexAttention takes part, which compiles; never on a CPU."""
+    """Whether FlexAttention is compared, which compiles; never on a CPU."""
 
     @property
     def compile_effort(self) -> int:
@@ -79,7 +79,7 @@ class TiledCase:
     def verify(self) -> list[Check]:
         """The timed call at its own size, with gradients, against float64 of one random KV head.
 
-        The bits of the forward pass are those of the implementation that is named.
+        The forward pass must equal the named implementation's, bit by bit.
         """
         leaves, d_out = self._draw()
         impl = chosen(explain_attention(*leaves, causal=self.causal))
@@ -95,7 +95,7 @@ class TiledCase:
         return [*checks, Check(f"the timed call runs {impl}", same, "compared bit by bit")]
 
     def _of_head(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Parts of out, dq, dk and dv that belong to the verified KV head of a sequence."""
+        """The slices of out, dq, dk and dv that belong to the verified KV head of a sequence."""
         group = self.num_heads // self.num_kv_heads
         at, head = self._verified
         queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
@@ -167,11 +167,11 @@ class TiledCase:
         product = 2 * self.batch * self.num_heads * pairs * self.head_size
         metrics = {}
         for ending, products in (("", 2), (BACKWARD, 5)):
-            alike = {n: t for n, t in times.items() if n.endswith(BACKWARD) == bool(ending)}
-            own = alike.pop("pagetile" + ending)
+            pass_times = {n: t for n, t in times.items() if n.endswith(BACKWARD) == bool(ending)}
+            own = pass_times.pop("pagetile" + ending)
             metrics[f"TFLOP/s{ending}"] = products * product / own.median / 1e12
-            if alike:
-                best = min(alike.values(), key=lambda time: time.median)
+            if pass_times:
+                best = min(pass_times.values(), key=lambda time: time.median)
                 metrics[f"x best peer{ending}"] = ratio(best, own)
         return metrics
 
@@ -239,7 +239,7 @@ def _passes(
 
 @contextlib.contextmanager
 def _side_stream(device: str) -> Iterator[None]:
-    """A stream on which autograd's work can be captured: the default one cannot be."""
+    """A stream on which autograd can be captured: the default stream cannot."""
     if device == "cpu":
         yield
         return
@@ -250,14 +250,14 @@ def _side_stream(device: str) -> Iterator[None]:
 
 
 def _distance(found: Tensor, exact: Tensor) -> float:
-    """The distance of two tensors relative to the length of the second; infinite for NaN."""
+    """The distance of two tensors relative to the norm of the second; infinite for NaN."""
     gap = (found.double() - exact).norm() / exact.norm()
     return float(gap.nan_to_num(torch.inf))
 
 
 @dataclass(frozen=True)
 class ScoresCase:
-    """``attention_scores`` beside torch's batched product, and beside filling the same memory."""
+    """``attention_scores`` against torch's batched product and against filling the same memory."""
 
     name: str
     batch: int
@@ -276,7 +276,7 @@ class ScoresCase:
         return f"attention_scores: {self.batch} x {self.length}, {heads}, {types}"
 
     def verify(self) -> list[Check]:
-        """Every score is its float64 value, rounded once, and float32's rounding of the sum."""
+        """Compare every score with float64's, allowing one rounding and float32's in the sum."""
         q, k = self._draw()
         found, worst = attention_scores(q, k), 0.0
         for part in torch.split(torch.arange(self.batch), _SCORES_AT_ONCE):
@@ -306,7 +306,7 @@ class ScoresCase:
             gap = _distance(scores[:1], exact)
             return None if gap <= PEER_ERROR else f"wrong: {gap:.2g} off float64"
 
-        # As the layer leaves them torch copies both first; in rows of their own it need not.
+        # torch copies both if they have a linear layer's strides, and not if heads are contiguous.
         whole = [t.contiguous() for t in (q, k)]
         products: dict[str, Callable[[], Any]] = {
             "torch matmul": lambda: torch.matmul(q, k.mT),
@@ -332,7 +332,7 @@ class ScoresCase:
         return Measurement(times, metrics, absent)
 
     def _draw(self) -> tuple[Tensor, Tensor]:
-        """Heads beside each other in a row, as a linear layer leaves them."""
+        """Tensors with heads side by side in a row, as a linear layer's output."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = self.batch, self.length, self.num_heads, self.head_size
         q, k = (

@@ -1,8 +1,8 @@
-"""Which tiles of decode are the fastest on this GPU: ``python -m benchmarks tune``.
+"""Finds the fastest tiles of decode on this GPU: ``python -m benchmarks tune``.
 
-Every candidate is compiled in a process of its own, checked against float64 on a poisoned
-problem, and timed on a case of ``python -m benchmarks run``; one that does not fit, or is wrong,
-is out. What wins goes to the table that ``make_plan`` reads.
+Every candidate is compiled in a process of its own, checked against float64 on a poisoned problem,
+and timed on a case of ``python -m benchmarks run``; one that does not fit or has a wrong result is
+dropped. The fastest is written to the table that ``make_plan`` reads.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .gpu_timing import time_in_turns
 __all__ = ["find_kinds", "tune"]
 
 GAIN = 0.99
-"""A candidate has to take less than this share of today's time: less is chance."""
+"""A candidate has to take less than this share of the present tiles' time, against chance."""
 
 
 def find_kinds(beginnings: list[str]) -> dict[str, GpuDecodeCase]:
-    """A case of each kind of problem, of the kinds that begin so; all if nothing is asked for."""
+    """A case for each kind of problem whose name begins so; all without beginnings."""
     device = DeviceInfo.of(torch.device("cuda", torch.cuda.current_device()))
     kinds: dict[str, GpuDecodeCase] = {}
     for case in GPU_CASES:
@@ -59,11 +59,11 @@ def find_kinds(beginnings: list[str]) -> dict[str, GpuDecodeCase]:
 
 
 def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
-    """Find the tiles of one kind, and write them down if they are better than today's."""
+    """Find the tiles of one kind, and write them if they are faster than the present ones."""
     device = DeviceInfo.of(torch.device("cuda", torch.cuda.current_device()))
-    today = _today(case.problem, device)
+    present = _present_plan(case.problem, device)
     impl = "hopper" if kind.startswith("hopper") else "triton"
-    current = _tiles(today, device)
+    current = _tiles(present, device)
     heads = current.tile_heads
     candidates = [replace(tiles, tile_heads=heads) for tiles in _candidates(impl)]
     found = _compile(kind, case, impl, [tiles for tiles in candidates if tiles != current])
@@ -72,20 +72,20 @@ def tune(kind: str, case: GpuDecodeCase, console: Console) -> None:
     def with_plan(plan: GpuPlan) -> Callable[[], object]:
         return lambda: inputs.attend(plan=plan, impl=impl)
 
-    calls = {"today": with_plan(today)} | {
-        str(t): with_plan(_plan(today, t, device)) for t in found
+    calls = {"present": with_plan(present)} | {
+        str(t): with_plan(_plan(present, t, device)) for t in found
     }
     medians = {name: time.median for name, time in time_in_turns(calls, "cuda").items()}
     ordered = sorted(found, key=lambda tiles: medians[str(tiles)])
-    console.print(f"{kind}: today {medians['today'] * 1e6:.1f} µs, {current}")
+    console.print(f"{kind}: present {medians['present'] * 1e6:.1f} µs, {current}")
     for tiles in ordered[:5]:
         console.print(f"  {medians[str(tiles)] * 1e6:.1f} µs, {tiles}")
-    best = ordered[0] if ordered and medians[str(ordered[0])] < GAIN * medians["today"] else None
+    best = ordered[0] if ordered and medians[str(ordered[0])] < GAIN * medians["present"] else None
     _write(device.name, kind, best or current)
 
 
 def _candidates(impl: str) -> Iterator[DecodeTiles]:
-    """What may be fast; much of it does not fit, which its compilation tells."""
+    """Tiles that may be fast; many do not fit, which compiling them shows."""
     for tile_n in (32, 64, 128):
         for num_stages in (2, 3, 4, 6):
             if impl == "hopper":
@@ -97,7 +97,7 @@ def _candidates(impl: str) -> Iterator[DecodeTiles]:
                 )
 
 
-def _today(problem: Problem, device: DeviceInfo) -> GpuPlan:
+def _present_plan(problem: Problem, device: DeviceInfo) -> GpuPlan:
     plan = make_plan(problem, device)
     assert isinstance(plan, GpuPlan), "there is a GPU"
     return plan
@@ -111,18 +111,18 @@ def _tiles(plan: GpuPlan, device: DeviceInfo) -> DecodeTiles:
     )  # fmt: skip
 
 
-def _plan(today: GpuPlan, tiles: DecodeTiles, device: DeviceInfo) -> GpuPlan:
-    """Today's plan, cut otherwise."""
-    programs = today.num_programs * tiles.programs // _tiles(today, device).programs
+def _plan(present: GpuPlan, tiles: DecodeTiles, device: DeviceInfo) -> GpuPlan:
+    """The present plan with other tiles."""
+    programs = present.num_programs * tiles.programs // _tiles(present, device).programs
     fields = asdict(tiles)
     del fields["programs"]
-    return replace(today, num_programs=programs, **fields)
+    return replace(present, num_programs=programs, **fields)
 
 
 def _compile(
     kind: str, case: GpuDecodeCase, impl: str, candidates: list[DecodeTiles]
 ) -> list[DecodeTiles]:
-    """Those that fit and are right. Compiled kernels stay in Triton's cache on the disk."""
+    """Candidates that fit and are right. Compiled kernels stay in Triton's cache on the disk."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     with (
         ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
@@ -143,7 +143,7 @@ def _is_right(case: GpuDecodeCase, impl: str, tiles: DecodeTiles) -> bool:
             [1100, 64, 1],
             decode=True,
             impl=impl,
-            cut=lambda problem: _plan(_today(problem, device), tiles, device),
+            cut=lambda problem: _plan(_present_plan(problem, device), tiles, device),
         )
     except (CompilationError, OutOfResources, PTXASError):
         return False

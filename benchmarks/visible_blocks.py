@@ -1,4 +1,4 @@
-"""Decode that sees a part of each sequence's blocks, beside the call that sees all of them."""
+"""Decode over a part of each sequence's blocks, against the call over all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_SEQS = 4
 
 @dataclass(frozen=True)
 class VisibleBlocksCase:
-    """One new token for each sequence; each KV head sees random blocks of its own.
+    """One new token for each sequence; each KV head attends to random blocks of its own.
 
     Metrics: ``x dense``, how many times as fast as the same call without ``visible_blocks``;
     ``GB/s`` of the keys and values that are visible.
@@ -51,7 +51,7 @@ class VisibleBlocksCase:
 
     @property
     def num_visible(self) -> int:
-        """Blocks that a KV head sees of a sequence."""
+        """Blocks of a sequence that a KV head attends to."""
         return max(1, round(self.visible * (self.length // self.block_size)))
 
     def verify(self) -> list[Check]:
@@ -78,7 +78,7 @@ class VisibleBlocksCase:
 
 
 class _Inputs:
-    """Sequences of whole blocks in random order, and ascending lists of visible ones."""
+    """Sequences of whole blocks in random order, and ascending lists of visible blocks."""
 
     def __init__(self, case: VisibleBlocksCase) -> None:
         device = case.device

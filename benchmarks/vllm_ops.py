@@ -1,7 +1,7 @@
-"""vLLM's operators over x-packed caches on a GPU, on the rows of the design's table.
+"""vLLM's operators over x-packed caches on a GPU, in the cases of the table in the design document.
 
-``paged_attention_v1`` and ``_v2`` beside ``pagetile.paged_attention`` over the same numbers in its
-own layout and, where vLLM is installed with them, vLLM's own kernels.
+``paged_attention_v1`` and ``_v2``, ``pagetile.paged_attention`` over the same numbers in its own
+layout and, where such a vLLM is installed, vLLM's own kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _K_SCALE, _V_SCALE = 0.02, 0.015
 
 @dataclass(frozen=True)
 class VllmOpsCase:
-    """A decode step: as many sequences of one length, by both operators.
+    """A decode step of sequences of one length, by both operators.
 
     Metrics: ``GB/s`` of keys and values of the faster operator, its ``share of read bandwidth``,
     and ``x vllm``, against vLLM's faster kernel where it is installed.
@@ -52,7 +52,7 @@ class VllmOpsCase:
 
     @property
     def name(self) -> str:
-        """How the command line calls it."""
+        """Its name on the command line."""
         kind = "-e4m3" * (self.kv_dtype == E4M3)
         sizes = f"{self.num_heads}/{self.num_kv_heads}-{self.head_size}"
         return f"vllm-ops-{self.num_seqs}x{self.length}-{sizes}{kind}".replace("/", "-")
@@ -66,7 +66,7 @@ class VllmOpsCase:
 
     @property
     def num_bytes(self) -> int:
-        """Of all keys and values."""
+        """Bytes of all keys and values."""
         per_key = 2 * self.num_kv_heads * self.head_size * self.kv_dtype.itemsize
         return self.num_seqs * self.length * per_key
 
@@ -126,7 +126,7 @@ VLLM_CASES = tuple(
 
 
 class Inputs:
-    """A row's tensors: blocks in random order, garbage past the end of every table row."""
+    """A case's tensors: blocks in random order, garbage past the end of every table row."""
 
     def __init__(self, row: VllmOpsCase, device: str = "cuda", seed: int = 0) -> None:
         self.row = row
@@ -183,7 +183,7 @@ class Inputs:
         return expected_rows(self.query, self.k_cache, self.v_cache, self.batch, **scales)
 
     def vllm_calls(self) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-        """Calls of vLLM's own kernels that compute the same, and why others take no part."""
+        """Calls of vLLM's own kernels that compute the same, and why others are left out."""
         try:
             from vllm import _custom_ops  # type: ignore[import-not-found]
         except ImportError:

@@ -1,4 +1,4 @@
-"""All window workloads of each of some models, forward, beside SDPA: in which is SDPA faster?
+"""All window workloads of each of some models, forward, against SDPA's fastest backend.
 
 Heads of 30, as in SwinIR and HAT, have cases of their own.
 """
@@ -20,7 +20,7 @@ from .windows import WindowCase, WindowInputs, compare, judge_by
 __all__ = ["WindowWorkloadsCase", "find_workloads"]
 
 _WORTH_IT = 10e-6
-_PICKED = 2  # windows from each end, and as many at random between
+_PICKED = 2  # windows from each end, and as many random ones between
 _ROUNDS = 5
 
 

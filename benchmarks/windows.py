@@ -1,8 +1,8 @@
-"""Window attention with a learned bias and the mask of a shifted map, beside its peers.
+"""Window attention with a learned bias and the mask of a shifted map, against its peers.
 
-Peers get what they need made beforehand, and the time for that is not counted: SDPA the dense sum
-of bias and mask, allocated so that no backend has to copy it, eager code the gathered bias and the
-dense mask. Heads of sizes that 8 does not divide are padded with zeros for SDPA and FlexAttention.
+Inputs of peers are prepared untimed: for SDPA the dense sum of bias and mask, allocated so that no
+backend has to copy it, for eager code the gathered bias and the dense mask. Heads whose size is no
+multiple of 8 are padded with zeros for SDPA and FlexAttention.
 Peers compute the gradients of q, k and v; pagetile's time includes the table's as well.
 """
 
@@ -37,8 +37,8 @@ _BACKENDS = {
 COMPILED = ("compiled eager", "flex")
 _MOST_PEER_BYTES = 32 << 30
 _GROUP_SCORES = 1 << 27  # scores of the windows that are computed at once in float64
-_ALIGNMENT = 8  # elements: heads and rows of a mask that SDPA's backends take without a copy
-_MOST_ROUNDING = 16  # units that eager code may be off; measured up to 10, in a scale's gradient
+_ALIGNMENT = 8  # elements: heads and mask rows that SDPA's backends take without a copy
+_MOST_ROUNDING = 16  # units of rounding that eager code may be off; up to 10 measured
 NAMES = ("out", "gradient of q", "of k", "of v", "of the table", "of the scale")
 
 
@@ -47,12 +47,12 @@ class Peer:
     """One way to compute the call."""
 
     call: Callable[..., Tensor]
-    """From q, k and v to the output."""
+    """A function of q, k and v that returns the output."""
     rows: list[Tensor]
-    """q, k and v as this way takes them."""
+    """q, k and v in the form that it takes."""
     dout: Tensor
     learned: list[Tensor] = field(default_factory=list)
-    """Parameters whose gradients it computes besides."""
+    """Parameters whose gradients it computes as well."""
 
     def forward(self) -> Callable[[], Tensor]:
         """The call without gradients."""
@@ -76,7 +76,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class WindowCase:
-    """One call over a map that was shifted by half a window; windows × heads × tokens × size.
+    """One call on a map shifted by half a window: windows × heads × tokens × size.
 
     Metrics: ``microseconds`` and, for a call with its gradients, ``both, microseconds``;
     ``x best peer``, forward, and ``x best peer, both``; ``backward / forward``.
@@ -92,11 +92,11 @@ class WindowCase:
     targets: tuple[Target, ...] = ()
     device: str = "cuda"
     cosine: bool = False
-    """Whether as in Swin v2: rows divided by their norms, and a learned scale for each head."""
+    """Whether as in Swin v2: q and k are normalised, with a learned scale for each head."""
     is_shifted: bool = True
-    """Whether the map was shifted: every other block of a Swin is not, and needs no mask."""
+    """Whether the map was shifted: every second block of a Swin is not, and has no mask."""
     has_compiled_peers: bool = False
-    """Whether compiled eager code and FlexAttention take part; each compiles for a while."""
+    """Whether compiled eager code and FlexAttention are compared, which take time to compile."""
 
     @property
     def compile_effort(self) -> int:
@@ -113,10 +113,10 @@ class WindowCase:
         return f"windows: {sizes}, {self.dtype}, {cosine}{added}, on {self.device}"
 
     def verify(self) -> list[Check]:
-        """Compare the implementation that is timed, at full size, with float64: all gradients too.
+        """Compare the timed implementation, at full size, with float64, and so all gradients.
 
-        ``measure`` lets pagetile choose. Here the chosen implementation is called by name, and its
-        bits must equal those of a call that chooses.
+        ``measure`` lets pagetile choose. Here the chosen implementation is called by name, and must
+        equal a call that chooses, bit by bit.
         """
         inputs = WindowInputs(self)
         chosen = inputs.implementation()
@@ -177,7 +177,7 @@ class WindowCase:
 
 
 def _warm_up(call: Callable[[], object]) -> None:
-    """Wake threads and caches, as a model's other layers do: a call may take a millisecond."""
+    """Wake threads and fill caches, as a model's other layers do: a call may take a millisecond."""
     end = time.perf_counter() + 0.005
     while time.perf_counter() < end:
         call()
@@ -189,7 +189,7 @@ def _best(peers: dict[str, Times], own: Times) -> float:
 
 
 def judge_by(exact: dict[str, Tensor]) -> Callable[[str, Any], str | None]:
-    """A judge of peers' outputs, or gradients of q, k and v, by their float64 values."""
+    """A function that says what is wrong with a peer's outputs, or gradients of q, k and v."""
 
     def judge(name: str, results: Any) -> str | None:
         is_output = isinstance(results, Tensor)
@@ -215,8 +215,8 @@ def compare(
 ) -> Check:
     """Check that an error is at most twice that of eager code in the same type, plus rounding.
 
-    The allowance is itself bounded by rounding, so that wrong eager code cannot excuse an error.
-    ``num_rows`` is of what a parameter's gradient sums in float32.
+    Eager code's error counts only up to a bound, so that wrong eager code excuses nothing.
+    ``num_rows`` is the number of rows that a parameter's gradient sums in float32.
     """
     error, eager_error = ((x.double() - exact).abs().max().item() for x in (found, eager))
     unit = torch.finfo(dtype).eps * exact.abs().max().item()
@@ -254,7 +254,7 @@ class WindowInputs:
 
     @property
     def learned(self) -> list[Tensor]:
-        """The table, and the scale if there is one."""
+        """The bias table, and the scale if there is one."""
         return [self.table] if self.scale is None else [self.table, self.scale]
 
     @property
@@ -280,13 +280,13 @@ class WindowInputs:
             yield self.pick([*range(first, min(first + size, num_windows))])
 
     def bias(self) -> Tensor:
-        """Gathered from the table, ``[num_heads, num_tokens, num_tokens]``."""
+        """The bias from the table, ``[num_heads, num_tokens, num_tokens]``."""
         centre = (len(self.table) - 1) // 2
         index = self.offsets[:, None] - self.offsets[None, :] + centre
         return self.table[index.long()].permute(2, 0, 1).contiguous()
 
     def mask(self) -> Tensor:
-        """Dense, ``[windows, 1, num_tokens, num_tokens]``; a zero if nothing was shifted."""
+        """The dense mask, ``[windows, 1, num_tokens, num_tokens]``; 0 for an unshifted map."""
         if self.regions is None:
             return torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.table.device)
         differs = self.regions[:, :, None] != self.regions[:, None, :]
@@ -309,7 +309,7 @@ class WindowInputs:
         return [pad(t, (0, extra)) for t in tensors] if extra else tensors
 
     def scaled(self, q: Tensor, k: Tensor, *scale: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Q and k as peers multiply them, divided by their norms or not, and the factor of q."""
+        """Inputs of the product as peers take them, normalised or not, and the factor of q."""
         if not scale:
             return q, k, self.softmax_scale
         factor = scale[0].exp()[:, None, None].to(q.dtype)
@@ -368,7 +368,7 @@ class WindowInputs:
         return Peer(call, self.rows, self.dout, self.learned)
 
     def peers(self) -> tuple[dict[str, Peer], dict[str, str]]:
-        """Eager code as in MONAI and timm, and SDPA with a dense mask; and who is left out."""
+        """Eager code as in MONAI and timm, SDPA with a dense mask, and peers left out."""
         bias, mask = self.bias().to(self.dtype), self.mask()
         if mask.numel() * bias.shape[0] * bias.element_size() > _MOST_PEER_BYTES:
             return {}, dict.fromkeys(("eager", *_BACKENDS), "out of memory: a dense mask")

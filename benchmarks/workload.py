@@ -40,7 +40,7 @@ def shorten(case: PagedCase, longest: int) -> PagedCase:
 
 
 def make_workload(case: PagedCase) -> PagedInputs:
-    """Poisoned inputs of exactly this problem: no sequence without keys, no slack in the bounds."""
+    """Poisoned inputs of exactly this problem, without empty sequences or spare lengths."""
     inputs = make_inputs(case)
     batch = inputs.batch
     kept = batch.seq_lens > 0
@@ -58,7 +58,7 @@ def make_workload(case: PagedCase) -> PagedInputs:
 
 @dataclass(frozen=True)
 class Dense:
-    """Sequences of one length as torch wants them: ``[num_seqs, heads, length, head_size]``."""
+    """Sequences of one length in torch's form: ``[num_seqs, heads, length, head_size]``."""
 
     q: Tensor
     k: Tensor
@@ -68,7 +68,7 @@ class Dense:
 
 
 def lay_out(inputs: PagedInputs) -> list[Dense]:
-    """All sequences as one batch if they are equally long, otherwise one by one."""
+    """All sequences as one batch if their lengths are equal, otherwise one by one."""
     case = inputs.case
     together = len(set(case.seq_lens)) == 1
     starts = range(0, len(case.seq_lens), len(case.seq_lens) if together else 1)

@@ -1,25 +1,25 @@
-"""Workloads of whole generation for one engine: prompts with the tokens that each asks for.
+"""Workloads of generation by one engine: prompts, and the number of new tokens of each.
 
 ``python -m benchmarks.workload_n`` runs workload N and small batches on one GPU and prints JSON:
 256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, temperature 0.6, over a model
 of Qwen3-0.6B's sizes with random weights.
 
-``chats`` and ``long`` are two more workloads, whose requests arrive one after the other: many short
-chats, of which a third share one of a few system prompts; and a few prompts of tens of thousands of
-tokens beside short chats.
+``chats`` and ``long`` are two more workloads, whose requests arrive over time: many short chats, of
+which a third share one of a few system prompts; and a few prompts of tens of thousands of tokens
+among short chats.
 
 ``shared`` is one long prompt with many samples, whose blocks are read once a step, and again with
 every sequence reading them itself.
 
 ``n4``, ``stop``, ``logprobs``, ``top_p`` and ``penalty`` are N with half as many new tokens and one
-change, in turns with the same without it, whose tokens/s they share. ``fp8`` is all of N by an
-engine with an 8-bit cache, beside N in the same process. ``long`` has an engine of its own, too.
+change, in turns with the same without it; the metric is the share of its tokens/s. ``fp8`` is N by
+an engine with an 8-bit cache, against N in the same process. ``long`` has an engine of its own.
 
-``llama`` is another model: the share of the memory's speed that decode steps of Llama-8B's sizes
-reach.
+``llama`` is another model: decode steps of Llama-8B's sizes, as a share of the lower bound that the
+memory bandwidth gives.
 
-Everything is repeated five times (``NUM_TURNS``); what is printed is the median, and all repeats.
-``--brief`` does a little of everything once, so that kernels are compiled: its figures say nothing.
+Everything is repeated five times (``NUM_TURNS``); the output has the median and all repeats.
+``--brief`` runs a little of everything once, to compile kernels: its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 Requests = list[tuple[list[int], int]]
-"""Prompts as token ids, and how many new tokens each gets."""
+"""Prompts as token ids, and the number of new tokens of each."""
 
 NEVER = "never said"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +71,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "top_p": ("N with half the new tokens and top_p=0.9", {"top_p": 0.9}),
     "penalty": ("N with half the new tokens and presence_penalty=0.5", {"presence_penalty": 0.5}),
 }
-"""N with other sampling parameters: in words, and the parameters."""
+"""N with other sampling parameters: a description, and the parameters."""
 FP8 = {"kv_cache_dtype": "fp8"}
 NUM_TURNS = 5
 LONG_MODEL_LEN = 40960
@@ -80,7 +80,7 @@ CASES = {
     "shared": "shared", "chats": "chats", **{name: name for name in VARIANTS}, "fp8": "fp8",
     "long": "long", "llama": "llama",
 }  # fmt: skip
-"""Parts, and how what each prints is named."""
+"""Parts, and the names of what each prints."""
 
 
 def draw_n(num_prompts: int = 256, vocab_size: int = 10000) -> Requests:
@@ -94,7 +94,7 @@ def draw_n(num_prompts: int = 256, vocab_size: int = 10000) -> Requests:
 
 
 class Arrival(NamedTuple):
-    """A request of a workload that goes on for a while."""
+    """A request of a workload whose requests arrive over time."""
 
     seconds: float
     """Since the start."""
@@ -115,13 +115,13 @@ def draw_chats(
     """Many short chats, of which a third begin with one of a few system prompts.
 
     Args:
-        num_chats: How many.
-        per_second: How many arrive in a second, on average.
-        num_systems: How many system prompts.
+        num_chats: Number of chats.
+        per_second: Arrivals a second, on average.
+        num_systems: Number of system prompts.
         system_lens: Fewest and most tokens of a system prompt.
-        lens: Fewest and most tokens of what a user says, and of the answer.
-        vocab_size: Of the model, or less.
-        seed: Of what is drawn.
+        lens: Fewest and most tokens of a user's message, and of the answer.
+        vocab_size: The model's, or less.
+        seed: Seed of all random numbers.
     """
     rng = random.Random(seed)
     systems = [_draw(rng, system_lens, vocab_size) for _ in range(num_systems)]
@@ -143,7 +143,7 @@ def draw_long(
     vocab_size: int = 10000,
     seed: int = 32,
 ) -> list[Arrival]:
-    """A few long prompts, evenly spread, beside short chats."""
+    """A few long prompts, evenly spread, among short chats."""
     rng = random.Random(seed)
     now, arrivals = 0.0, []
     for number in range(num_chats):
@@ -163,13 +163,13 @@ def serve(llm: LLM, arrivals: Sequence[Arrival]) -> dict[str, float]:
 
     Returns:
         Tokens a second; median and 99th percentile, in milliseconds, of the time from a request's
-        arrival to its first token, and between two of its tokens; the part of prompt tokens that
-        was found in the cache.
+        arrival to its first token, and between two of its tokens; the share of prompt tokens that
+        were in the prefix cache.
     """
     engine, waiting = llm.engine, deque(sorted(arrivals))
     counts = engine.counts
     found, asked = counts.cached_tokens, counts.prompt_tokens
-    last: dict[Hashable, float] = {}  # when its last token came, or when it arrived
+    last: dict[Hashable, float] = {}  # when a request's last token came, or when it arrived
     is_first: set[Hashable] = set()
     first: list[float] = []
     between: list[float] = []
@@ -238,11 +238,11 @@ def _median(name: str, repeats: Sequence[float]) -> dict[str, Any]:
 
 
 def time_n(llm: LLM, requests: Requests, turns: int = NUM_TURNS) -> dict[str, Any]:
-    """Tokens a second of the requests, nothing cached, after a run that may compile."""
+    """Tokens a second of the requests, without a prefix cache, after a run that may compile."""
     total = sum(n for _, n in requests)
     rates = []
     for _ in range(1 + turns):
-        llm.reset_prefix_cache()  # or a run would find the prompts of the one before
+        llm.reset_prefix_cache()  # or a run would reuse the prompts of the one before
         rates.append(total / generate(llm, requests))
     return {"tokens": total, "tokens/s, first run": rates[0], **_median("tokens/s", rates[1:])}
 
@@ -281,8 +281,8 @@ def time_shared(
 ) -> dict[str, Any]:
     """Tokens a second of as many samples of one prompt as run at the same time, up to 64.
 
-    With the prompt's blocks read once a step for all samples, and read by each, in turns, after one
-    turn that may compile.
+    Once with the prompt's blocks read once a step for all samples, and once with each sample
+    reading them, in turns, after one turn that may compile.
     """
     rng, scheduler = random.Random(7), llm.engine.scheduler
     n = min(64, scheduler.max_num_seqs)
@@ -309,8 +309,8 @@ def time_per_token(
 ) -> list[float]:
     """Milliseconds between two tokens of each of ``num_seqs`` sequences, greedy, in each turn.
 
-    A long run's time less a short one's, both of which compute their prompts: the long one must not
-    find what the short one cached.
+    It is a long run's time less a short one's. Both compute their prompts, so the long run must not
+    reuse the short one's cache.
     """
     found = []
     for turn in range(turns):
@@ -324,13 +324,13 @@ def time_per_token(
     return found
 
 
-def shares_of_floor(
+def shares_of_lower_bound(
     llm: LLM, num_weight_bytes: int, num_new: int = 64, turns: int = NUM_TURNS
 ) -> dict[str, Any]:
-    """What decode steps of 1, 8 and 64 sequences must read, by what the GPU could read meanwhile.
+    """Shortest possible time of decode steps of 1, 8 and 64 sequences, as a share of the measured.
 
-    Each sequence has a prompt of 512 tokens. A step reads all weights but the table of embeddings,
-    and the keys and values of all sequences; the GPU's speed is that of a sum over 4 GiB.
+    Each sequence has a prompt of 512 tokens. A step has to read all weights but the embeddings,
+    and the keys and values of all sequences; the GPU's rate is that of a sum over 4 GiB.
     """
     cache = llm.engine.cache
     memory = torch.zeros(1 << 30, device="cuda")
@@ -348,7 +348,7 @@ def shares_of_floor(
 
 
 def count_weight_bytes(module: torch.nn.Module) -> int:
-    """Of a model's parameters but the table of embeddings, which a step reads a few rows of."""
+    """Bytes of a model's parameters without the embedding table, of which a step reads few rows."""
     embeddings: torch.nn.Module = module.get_input_embeddings()  # type: ignore[operator]
     return sum(p.nbytes for p in set(module.parameters()) - set(embeddings.parameters()))
 
@@ -356,10 +356,10 @@ def count_weight_bytes(module: torch.nn.Module) -> int:
 def host_time_per_step(
     llm: LLM, num_seqs: int, num_steps: int = 40, turns: int = NUM_TURNS
 ) -> list[float]:
-    """Milliseconds of the host's own work a decode step, in each turn: it without its waits."""
+    """Milliseconds a decode step that the host works, without its waits, in each turn."""
     engine = llm.engine
     rng = random.Random(5)
-    num_first = 60  # steps with prompts, and those that find their memory
+    num_first = 60  # steps with prompts, and steps that allocate memory
     params = SamplingParams(
         max_tokens=turns * num_steps + num_first + 40, temperature=0.6, ignore_eos=True
     )
@@ -394,7 +394,7 @@ def host_time_per_step(
 
 
 def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
-    """Kernels by time, and the share of time in which the GPU is busy, after ``skip`` seconds."""
+    """Kernels by time, and the share of time that the GPU is busy, after ``skip`` seconds."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -432,7 +432,7 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
 
 
 def count_busy(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that spans cover together; kernels overlap, and their sum counts that twice.
+    """The time that overlapping spans cover; the sum of kernels' times would count overlap twice.
 
     Example:
         >>> count_busy([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
@@ -448,7 +448,7 @@ def count_busy(spans: Iterable[tuple[float, float]]) -> float:
 def serve_in_turns(
     llm: LLM, draw: Callable[..., list[Arrival]], turns: int = NUM_TURNS, **sizes: Any
 ) -> dict[str, Any]:
-    """``serve`` for other requests in every turn, nothing cached before it; medians over turns."""
+    """``serve`` with other requests in every turn and an empty cache; medians over turns."""
     found = []
     for turn in range(turns):
         llm.reset_prefix_cache()
@@ -466,10 +466,10 @@ def run_parts(
     """Run parts and print one JSON object a line.
 
     Args:
-        parts: What is run.
-        load: Makes an engine, given options of ``LLM`` besides its own, ``model`` among them.
-        requests: Those of N.
-        brief: Whether to do a little of everything, for what it compiles.
+        parts: Names of parts.
+        load: Makes an engine from options of ``LLM`` besides its own, ``model`` among them.
+        requests: The requests of N.
+        brief: Whether to run a little of everything, to compile kernels.
     """
     turns = 1 if brief else NUM_TURNS
     if brief:
@@ -491,10 +491,10 @@ def run_parts(
         _free_memory()
     if "llama" in parts:
         module = LLAMA.load(torch.bfloat16, "cuda")
-        # The speed of the GPU is measured beside it: 16 GB of weights and 0.7 of the rest of 80 GB
-        # leave 18 GB for a sum over 4 GiB, for graphs and for what a prompt needs.
+        # The GPU's rate is measured in the same process: 16 GB of weights and 0.7 of the rest of
+        # 80 GB leave 18 GB for a sum over 4 GiB, for graphs and for prompts.
         llm = load(model=module, memory_fraction=0.2 if brief else 0.7)
-        found = shares_of_floor(llm, count_weight_bytes(module), 8 if brief else 64, turns)
+        found = shares_of_lower_bound(llm, count_weight_bytes(module), 8 if brief else 64, turns)
         bounds = {"1": 0.88, "8": 0.88, "64": 0.8}
         targets = [(f"share of the floor, {n}", bound, ">=") for n, bound in bounds.items()]
         _print("llama", "Llama-8B's sizes, prompts of 512", targets=targets, **found)
@@ -503,7 +503,7 @@ def run_parts(
 def _run_on_one_engine(
     parts: Sequence[str], load: Callable[..., LLM], requests: Requests, turns: int, brief: bool
 ) -> float:
-    """The parts that share an engine; returns N's tokens a second, if a part needs them."""
+    """Run the parts that share an engine; return N's tokens a second, if a part needs them."""
     start = time.perf_counter()
     llm = load()
     _print("start", "loading and warming up", seconds=time.perf_counter() - start)
@@ -524,7 +524,7 @@ def _run_on_one_engine(
         for n in (1, 64, 256):
             found |= _median(str(n), host_time_per_step(llm, n, 4 if brief else 40, turns))
         _print("host ms a step", "host ms a step", targets=[("256", 1, "<=")], **found)
-    if "profile" in parts and not brief:  # it compiles nothing that N does not
+    if "profile" in parts and not brief:  # it compiles no other kernels than N
         llm.reset_prefix_cache()
         found = profile(llm, requests)
         _print("profile", "profile", targets=[("busy", 0.95, ">=")], **found)
@@ -545,7 +545,7 @@ def _run_on_one_engine(
 
 
 def _free_memory() -> None:
-    """Of an engine that is no longer held: its parts refer to one another."""
+    """Free an engine that is no longer referenced: its parts form cycles."""
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
@@ -553,7 +553,7 @@ def _free_memory() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is requested."""
+    """Run the parts that are named."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", default=["n", "small", "host", "profile"])
     parser.add_argument("--eager", action="store_true")
@@ -584,7 +584,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **options,
         )
         gc.collect()
-        gc.freeze()  # as `pagetile serve` does: else a full collection makes a step wait for 0.5 s
+        gc.freeze()  # as `pagetile serve` does: a full collection would stop a step for 0.5 s
         return llm
 
     run_parts(asked.parts, load, draw_n(), brief=asked.brief)

@@ -7,7 +7,7 @@
     interpret: Triton kernels                     runs, on the CPU      runs, compiled
     gpu                                                                 runs
 
-Slow ones wait on every machine until they are named: ``pytest -m slow``.
+Slow tests run only by name: ``pytest -m slow``.
 """
 
 import gc
@@ -17,15 +17,15 @@ from contextlib import contextmanager
 
 import pytest
 
-# Tests share their cores, and spinning threads do not.
+# Tests run in parallel, and threads that spin would take cores from each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# All modules and tests are looked through in a full collection: a tenth of the tests' time with the
-# limits that Python sets for small programs.
+# A full collection visits all modules and tests: a tenth of the tests' time with Python's default
+# thresholds, which suit small programs.
 gc.set_threshold(10_000, 20, 20)
 
-# By the CPU time that they take with no kernel compiled beforehand, neither by Numba nor by Triton;
-# the others take 50 s at most.
+# Sorted by the CPU time that they take without compiled kernels of Numba and Triton; all others
+# take 50 s at most.
 LONGEST = (
     "tests/ops/test_paged_attention.py",
     "tests/ops/test_hopper_compile.py",
@@ -44,7 +44,7 @@ COMPILED_ELSEWHERE = "tests/engine/test_kv_cache_dtype.py"
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETING:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing is for a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch reads it: no test is for a GPU
 
 
 def has_gpu():
@@ -76,8 +76,8 @@ def pytest_collection_modifyitems(config, items):
         (kept if is_wanted else left).append(item)
         if not is_wanted:
             reasons[next(filter(item.get_closest_marker, REASONS), "compiled")] += 1
-    # Two files run at a time: the longest begin first, and one that would compile the same kernels
-    # as another comes last.
+    # Two files run at a time: the longest start first, and files that would compile the same
+    # kernels start last, after others have compiled them.
     places = {path: at for at, path in enumerate(LONGEST)}
     kept.sort(
         key=lambda item: (
@@ -108,9 +108,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_lives_as_long_as_the_process_is_not_looked_through_for_garbage():
-    """A full collection takes seconds with all modules and tests, and some tests ask for many.
+    """A full collection takes seconds with all modules and tests, and some tests run many.
 
-    A test that runs a server undoes this: the server unfreezes everything when it ends.
+    A test with a server undoes this: the server unfreezes everything when it ends.
     """
     if not gc.get_freeze_count():
         gc.collect()

@@ -1,4 +1,4 @@
-"""Triton's interpreter without most of its work, none of which changes a result.
+"""Makes Triton's interpreter faster without changing results.
 
 ::
 
@@ -34,7 +34,7 @@ _patched = set()
 
 
 def hasten():
-    """Replace what is slow in the interpreter; see above."""
+    """Replace slow parts of the interpreter; see the module docstring."""
     interpreter._patch_lang_tensor = _with_index
     interpreter._patch_lang = _patch_once
     interpreter.GridExecutor.__call__ = _run

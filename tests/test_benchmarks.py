@@ -48,7 +48,7 @@ from benchmarks.records import (
     run_script,
 )
 from benchmarks.report import record_line
-from benchmarks.several_gpus import run_beside, share_out
+from benchmarks.several_gpus import run_at_once, share_out
 from benchmarks.shared_prefix import SharedPrefixCase
 from benchmarks.tiles import ScoresCase, TiledCase
 from benchmarks.visible_blocks import VisibleBlocksCase
@@ -79,7 +79,7 @@ TINY = AttentionCase(
     "tiny",
     PagedCase(query_lens=(1, 1), seq_lens=(30, 7), head_size=16),
     (at_least("x sdpa", 0.0), at_most("share of read bandwidth", 0.0)),
-    beside=("block 4", PagedCase(query_lens=(1, 1), seq_lens=(30, 30), block_size=4)),
+    versus=("block 4", PagedCase(query_lens=(1, 1), seq_lens=(30, 30), block_size=4)),
 )
 
 
@@ -267,7 +267,7 @@ def test_cases_of_gpus_are_right_on_a_cpu_at_their_own_size(case):
 
 
 def _without_a_block(monkeypatch, case):
-    """Lets the timed call miss 16 keys in the middle of its longest sequence."""
+    """Make the timed call skip 16 keys in the middle of its longest sequence."""
     right = gpu_inputs.paged_attention
 
     def wrong(q, k_cache, v_cache, batch, **options):
@@ -281,7 +281,7 @@ def _without_a_block(monkeypatch, case):
 
 
 def test_a_block_that_is_read_twice_fails_the_gate(monkeypatch):
-    """At the size that is timed: a problem of 33 keys would not have shown it."""
+    """At the timed size: a problem of 33 keys would not have shown it."""
     assert _without_a_block(monkeypatch, DECODE) == [f"cpu: {DECODE.about}"]
 
 
@@ -330,7 +330,7 @@ def test_decode_is_measured_in_turns_with_reading(monkeypatch):
     _refuse_to_compile(monkeypatch)
     monkeypatch.setattr(gpu_attention, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_attention, "_HOST_ROUNDS", 1)
-    case = dataclasses.replace(DECODE, seq_lens=(64, 64), beside=("even", (32, 32), DECODE.shape))
+    case = dataclasses.replace(DECODE, seq_lens=(64, 64), versus=("even", (32, 32), DECODE.shape))
     assert [c.what for c in case.verify() if "2 x 32, " in c.what and c.passed] != []  # "even", too
     measurement = case.measure(repeats=2)
     assert {"share of read bandwidth", "x sdpa flash", "GB/s / even"} <= set(measurement.metrics)
@@ -340,7 +340,7 @@ def test_decode_is_measured_in_turns_with_reading(monkeypatch):
         == uneven.absent["flex"]
         == ("unsupported: sequences of several lengths")
     )
-    several = dataclasses.replace(case, beside=None, has_compiled_peers=False).measure(repeats=1)
+    several = dataclasses.replace(case, versus=None, has_compiled_peers=False).measure(repeats=1)
     assert several.absent["flex"].startswith("left out: it compiles")
     assert {
         len(time.seconds) for name, time in measurement.times.items() if "host" not in name
@@ -373,7 +373,7 @@ def test_small_cases_are_right_and_are_measured(name, monkeypatch):
 
 
 class Cascade:
-    """FlashInfer's wrappers: plans of lists of pages, whose results the library merges."""
+    """FlashInfer's wrappers: they plan lists of pages; the library merges their results."""
 
     def __init__(self, *arguments, backend="auto", use_tensor_cores=False):
         self.backend = backend
@@ -431,7 +431,7 @@ def test_a_cascade_reads_the_prefix_once_and_the_own_keys_of_each(monkeypatch):
 
 
 class VllmOperators:
-    """vLLM's own, by the operators that take their arguments; the first is wrong."""
+    """vLLM's operators, called by their names; the first gives wrong results."""
 
     @staticmethod
     def paged_attention_v1(out, *arguments):
@@ -442,7 +442,7 @@ class VllmOperators:
         pagetile_ops.paged_attention_v2(*arguments)
 
 
-def test_vllms_own_operators_take_part_where_they_are_right(monkeypatch):
+def test_vllms_own_operators_are_compared_where_they_are_right(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(_custom_ops=VllmOperators))
     monkeypatch.setattr(vllm_ops, "read_all", lambda device, num_bytes: None)
     measurement = SMALL_CASES["vllm_ops, 8 bits"].measure(repeats=1)
@@ -497,7 +497,7 @@ def test_the_reference_in_place_of_a_kernel_fails_the_gate():
 
 @pytest.fixture
 def check_attentions():
-    """The gate of a model's step that calls window attention twice, on a CPU."""
+    """Run the gate on a model's step that calls window attention twice, on a CPU."""
     from pagetile.integrations.swin import attend
     from pagetile.ops.window_attention import operator
 
@@ -577,7 +577,7 @@ def test_a_measurement_has_every_metric_that_a_target_names(monkeypatch):
     assert "time / block 4" in measurement.metrics
 
 
-def test_a_wrong_case_gets_no_speed(run, tmp_path):
+def test_a_wrong_case_is_not_timed(run, tmp_path):
     result = run("run", "--out", "red", present=(Fake(is_right=False),))
     assert result.exit_code == 1
     assert "median" not in result.stdout
@@ -586,7 +586,7 @@ def test_a_wrong_case_gets_no_speed(run, tmp_path):
 
 
 def test_an_archive_knows_its_commit(monkeypatch, tmp_path):
-    """A copy that is measured elsewhere has no history to ask."""
+    """A copy that is measured elsewhere has no git history."""
     from benchmarks import machine
 
     (tmp_path / "benchmarks").mkdir()
@@ -779,7 +779,7 @@ def test_a_ratio_is_taken_round_by_round():
     assert ratio(Times((2.0, 20.0, 2.0)), Times((1.0, 10.0, 1.0))) == 2.0
 
 
-def test_who_takes_no_part_is_named_with_the_reason():
+def test_peers_left_out_are_named_with_the_reason():
     def out_of_memory():
         raise torch.OutOfMemoryError("tried to allocate")
 
@@ -1085,7 +1085,7 @@ def test_a_lost_device_is_left_and_the_rest_goes_on_in_another_process(run, monk
 
 @dataclasses.dataclass(frozen=True)
 class Compiling(Fake):
-    """A case with compiled peers, which notes whether they take part where it is measured."""
+    """A case with compiled peers that stores whether they are compared when it is measured."""
 
     has_compiled_peers: bool = True
     measured: ClassVar[list] = []
@@ -1364,7 +1364,7 @@ def test_records_are_shared_by_gpus_evenly_and_once(monkeypatch):
     assert "2 GPUs are asked for, and torch sees 1" in " ".join(found.output.split())
 
 
-def test_processes_beside_each_other_have_their_own_gpu_and_cores(monkeypatch, tmp_path, capsys):
+def test_processes_at_the_same_time_have_their_own_gpu_and_cores(monkeypatch, tmp_path, capsys):
     (tmp_path / "says_where.py").write_text(
         "import os, sys\n"
         "print(sys.argv[1], os.environ['CUDA_VISIBLE_DEVICES'], sorted(os.sched_getaffinity(0)))\n"
@@ -1374,7 +1374,7 @@ def test_processes_beside_each_other_have_their_own_gpu_and_cores(monkeypatch, t
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
     cores = sorted(os.sched_getaffinity(0))
     middle = len(cores) // 2
-    assert run_beside([["says_where", "a", "0"], ["says_where", "b", "3"]]) == 3
+    assert run_at_once([["says_where", "a", "0"], ["says_where", "b", "3"]]) == 3
     lines = sorted(capsys.readouterr().out.splitlines())
     assert lines == [
         f"GPU 2 | b 2 {cores[middle:]}",

@@ -68,7 +68,7 @@ def test_tiles_counts_by_hand(run, tmp_path):
     assert (tmp_path / "t.svg").read_text().startswith("<?xml")
 
 
-def test_io_says_where_tiles_stop_paying(run):
+def test_io_says_where_tiles_stop_saving_bytes(run):
     args = ["--head-size", "128", "--tiles", "48,64,128", "--lengths", "64,8192"]
     code, out, _ = run("explain", "io", *args, "--machine", "h200")
     assert code == 0
@@ -78,7 +78,7 @@ def test_io_says_where_tiles_stop_paying(run):
 
 
 def test_io_counts_groups_values_and_either_loop(run):
-    """64 keys stay while 1024 queries pass with their results: by hand."""
+    """64 keys stay on chip while 1024 queries and their results pass: computed by hand."""
     sizes = ["--head-size", "192", "--v-head-size", "128", "--group", "8", "--outer", "kv"]
     code, out, _ = run("explain", "io", *sizes, "--tiles", "64", "--lengths", "64,1024")
     assert code == 0

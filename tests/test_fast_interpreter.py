@@ -1,4 +1,4 @@
-"""What ``fast_interpreter`` leaves out of Triton's interpreter changes no result."""
+"""The parts of Triton's interpreter that ``fast_interpreter`` replaces change no result."""
 
 import os
 

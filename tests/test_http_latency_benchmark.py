@@ -266,7 +266,7 @@ def test_a_server_that_does_not_start_is_an_error_with_what_it_printed():
 
 
 def test_a_comparison_with_a_limit_is_shorter_and_leaves_out_a_peer_that_hangs(monkeypatch):
-    """The peer that hangs is healthy, but answers nothing: it may cost no more than its start."""
+    """It is healthy but answers no request, and may take only the time to start."""
     monkeypatch.setattr(http_latency, "_LIMITED_TIMEOUT", 2.0)
     monkeypatch.setattr(http_latency, "_RUN_SECONDS", 0.5)
     monkeypatch.setattr(http_latency, "_LEAST_SECONDS", 0.2)

@@ -14,8 +14,8 @@ MODULES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-# From the bottom up; a module imports from its own layer and those below. A name covers all that
-# lies under it, ``*`` is any word, a final ``_`` any ending; the longest that fits decides.
+# From the bottom up; a module imports from its own layer and those below. A name includes all
+# modules under it, ``*`` is any word, a final ``_`` any ending; the longest matching name decides.
 LAYERS = [
     ["errors", "process", "version"],
     ["shapes", "device", "demo", "transfer"],
@@ -171,7 +171,7 @@ def test_optional_libraries_are_imported_where_they_are_needed(module):
 
 
 def test_the_rules_see_what_they_forbid(tmp_path):
-    """A rule that finds nothing must be able to."""
+    """Modules that break the rules are found."""
     file = tmp_path / "checks.py"
     file.write_text(
         "from .cpu import run\n"

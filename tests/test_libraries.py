@@ -1,4 +1,4 @@
-"""Other libraries' kernels as peers: what they are handed, shown by stand-ins that use it."""
+"""Other libraries as peers: stand-ins compute attention from the arguments that they are given."""
 
 import sys
 from dataclasses import replace
@@ -16,7 +16,7 @@ LENGTHS = (37, 8, 20)
 
 
 def attend(q, k_cache, v_cache, tables, lengths, starts, *, softcap, causal=True):
-    """What a library would compute; a table of poison would not do. A cap of 0.0 is none."""
+    """A library's result; poison in a table would change it. A cap of 0.0 is none."""
     assert 0 <= int(tables.min()) <= int(tables.max()) < len(k_cache)
     longest = int((starts[1:] - starts[:-1]).max())
     batch = PagedBatch(tables, lengths, starts, longest, int(lengths.max()))
@@ -59,7 +59,7 @@ class FlashAttention3:
 
 
 class Wrapper:
-    """FlashInfer's: a plan of ragged lists of pages, then runs."""
+    """FlashInfer's wrapper: it plans ragged lists of pages, then runs."""
 
     def __init__(self, workspace, layout, use_tensor_cores=True, backend="auto"):
         assert layout == "NHD"
@@ -97,7 +97,7 @@ class VLLM:
 
 
 class VLLMFlashAttention3:
-    """A schedule must be the call's own, and serve more than one call."""
+    """Checks that a schedule belongs to the call, and allows several calls with one."""
 
     @staticmethod
     def get_scheduler_metadata(
@@ -131,7 +131,7 @@ STAND_INS = {
 
 
 def install(monkeypatch, stand_ins):
-    """Of the libraries, these are there."""
+    """Make these libraries importable, and no others."""
     for name, (module, _) in libraries._LIBRARIES.items():
         if name in stand_ins:
             monkeypatch.setitem(sys.modules, module, stand_ins[name])
@@ -140,7 +140,7 @@ def install(monkeypatch, stand_ins):
 
 
 class BatchAttention:
-    """FlashInfer's: it asks for a larger workspace, and has one by then."""
+    """FlashInfer's: it raises until the workspace is large enough."""
 
     def __init__(self, layout, device):
         assert layout == "NHD"

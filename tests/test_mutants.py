@@ -1,4 +1,4 @@
-"""The list of plausible bugs fits the source: ``python tools/mutants.py`` runs them by hand."""
+"""The mutants match the source; ``python tools/mutants.py`` runs them."""
 
 from pathlib import Path
 

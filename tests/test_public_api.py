@@ -1,4 +1,4 @@
-"""What the package promises by name is there, sorted, and explained."""
+"""The package's public names exist, are sorted, and are documented."""
 
 import importlib
 import inspect

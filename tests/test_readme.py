@@ -1,4 +1,4 @@
-"""What the README shows, runs."""
+"""The README's code runs."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shell lines of the README run, in this process; those that do not are listed here."""
+"""The shell lines of the README run in this process, except those listed here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_RUN = {
 }
 SERVE = "pagetile serve"
 SHORT = "--query-len 40 --num-heads 2 --head-size 8 --iterations 2 --warmup 0 --device cpu"
-# What is added to a line, so that it is quick or runs anywhere, and what it prints.
+# Options added to a line, so that it is quick or runs anywhere, and its output.
 RUN = {
     "make demo": ("", r"^\d sequences hold \d+ of "),
     'pagetile generate "class Stack:" --n 2 --show-pages': (

@@ -87,7 +87,7 @@ def test_tiny_shapes_are_right_and_so_are_their_peers(name):
     assert inputs.error(torch.full_like(out, torch.nan)) == torch.inf
 
 
-def test_a_peer_that_is_wrong_takes_no_part(monkeypatch):
+def test_a_peer_that_is_wrong_is_left_out(monkeypatch):
     inputs = SweepInputs(SweepShape((3, 1), (20, 9), 4, 2, 32, 32, 16), "cpu")
     zeros = torch.zeros_like(inputs.q)
     monkeypatch.setattr(sweep_inputs, "_sdpa", lambda inputs: lambda: zeros)
@@ -112,7 +112,7 @@ def test_a_ratio_is_the_best_peers_time_by_ours(against, monkeypatch):
 
 
 def reached(case):
-    """Whether a record's case reaches its aims, by its worst and by its median."""
+    """Whether a record's case meets its targets, by the worst and by the median."""
     line = report.record_line(case, "sweep", 0.0, {})
     return [target["reached"] for target in line["targets"]]
 
@@ -131,7 +131,7 @@ def test_a_class_reaches_its_aim_by_its_worst_and_its_median():
     assert reached(of(0.96, 1.02, 1.2)) == [True, False]
 
 
-def test_a_class_names_its_fastest_peers_and_why_others_take_no_part():
+def test_a_class_names_its_fastest_peers_and_why_others_are_left_out():
     kind, shape = CLASSES["mixed"], SweepShape((1,), (9,), 2, 2, 32, 32, 16)
     seconds = {"pagetile": 1.0, "a": 2.0}
     findings = [
@@ -169,7 +169,7 @@ def test_a_shape_whose_call_fails_has_the_ratio_0_and_the_next_one_is_measured(m
     assert findings[0].best_peer == "failed: no such plan"
 
 
-def test_a_peer_that_cannot_be_captured_takes_no_part(monkeypatch):
+def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch):
     def prepare(self, call):
         if call() == "captured":
             return lambda: "replayed"
@@ -258,7 +258,7 @@ def test_a_record_is_written_after_every_shape(run, tmp_path, monkeypatch):
     assert case["metrics"]["shapes"] == 1
 
 
-def test_flash_attention_3_takes_part_without_pages(monkeypatch):
+def test_flash_attention_3_is_compared_without_pages(monkeypatch):
     shape = SweepShape((9, 9), (9, 9), 4, 4, 48, 32, 0)
     inputs = SweepInputs(shape, "cpu")
 
@@ -326,7 +326,7 @@ def test_shapes_that_were_compiled_ahead_come_first_and_libraries_that_were_not_
 
 
 def test_a_library_that_is_left_out_is_not_even_planned(monkeypatch):
-    """On a GPU; here FlashInfer's absence shows whether it was looked for."""
+    """It is for GPUs; here FlashInfer's absence shows whether it was imported."""
     inputs = SweepInputs(SHAPE, "cpu")
     reasons = {"flashinfer": "was not compiled in time"}
     monkeypatch.setattr("benchmarks.libraries.find_spec", lambda name: name)
@@ -435,7 +435,7 @@ def test_a_record_is_replayed_from_its_worst_shapes(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "scores"])
 def test_what_is_compiled_over_a_few_pages_is_the_same_call(name):
-    """Kernels are chosen by sizes, types and strides; what is computed is right, too."""
+    """Kernels are chosen by sizes, types and strides; results are right as well."""
     kind = CLASSES[name]
     shape = draw_shapes(kind, 1, 1, TINY)[0]
     whole, few = SweepInputs(shape, "cpu"), SweepInputs(shape, "cpu", pages=2)
@@ -451,7 +451,7 @@ def test_what_is_compiled_over_a_few_pages_is_the_same_call(name):
 
 
 def test_readers_read_every_word_of_whole_tiles_once(monkeypatch):
-    """Of sequences of one length that is not a multiple of anything."""
+    """The length of all sequences is a multiple of nothing."""
     reading = pytest.importorskip("benchmarks.reading")
     touched = []
 

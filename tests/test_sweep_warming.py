@@ -1,4 +1,4 @@
-"""Compiling ahead of a sweep: what is compiled, and processes that cannot hold it up."""
+"""Compiling before a sweep: what is compiled, and processes that cannot delay it."""
 
 import os
 import time
@@ -64,7 +64,7 @@ def test_what_is_not_ready_is_known_with_its_reason(monkeypatch):
     assert (warmed.shapes, warmed.missing_libraries(SHAPE)) == (frozenset(), {})
 
 
-def test_a_task_that_fails_ends_its_process_or_hangs_costs_no_other_task():
+def test_other_tasks_run_if_one_fails_ends_its_process_or_hangs():
     tasks = ["1", "1 / 0", "__import__('os')._exit(3)", "__import__('time').sleep(99)", "2", "3"]
     begin, called = time.monotonic(), []
     found = run_ahead(
@@ -79,7 +79,7 @@ def test_a_task_that_fails_ends_its_process_or_hangs_costs_no_other_task():
 
 
 def test_processes_end_with_their_compilers_when_the_time_is_over(tmp_path):
-    """A task is a compiler that hangs, in a process of its own."""
+    """Each task is a compiler that hangs, in a process of its own."""
     path = tmp_path / "pid"
     hanging = f"__import__('subprocess').run('echo $$ > {path}; exec sleep 99', shell=True)"
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tiles of decode: the measured table, and what looks them up."""
+"""Tiles of decode: the table of measured tiles, and its look-up."""
 
 import json
 

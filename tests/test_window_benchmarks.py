@@ -1,4 +1,4 @@
-"""The gate of the window benchmarks verifies what is timed, and peers get tensors at their best."""
+"""The gate of the window benchmarks verifies the timed calls, and peers get the best inputs."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_the_gate_names_the_implementation_and_checks_all_gradients(cosine):
 
 @pytest.mark.parametrize("window", [0, 13, 17, 31])
 def test_one_wrong_window_of_many_fails_the_gate(window, monkeypatch):
-    """Only eight windows were compared before, at another size than the timed one."""
+    """An earlier gate compared eight windows only, at another size than the timed one."""
     right = cpu.forward
 
     def forward(problem, x):

@@ -33,6 +33,10 @@ PROSE = {
     "bystanders": "background load",
     "line of work": "work queue",
     "was asked for": "was requested",
+    "copy engine": "TMA",
+    "second-level cache": "L2",
+    "kernel in front": "preceding kernel",
+    "takes no part": "is left out",
 }
 
 # As whole identifiers.
@@ -52,6 +56,10 @@ NAMES = {
     "theirs": "expected, or the peer's name",
     "lean": "add_alibi",
     "_bend": "apply_score_mods",
+    "weigh": "update_softmax",
+    "turned": "transposed, rotated",
+    "tilted": "has_alibi",
+    "is_beside": "overlaps_prefill",
 }
 
 # Classes of one name and one meaning; any other name of a class stands once.

@@ -2,8 +2,9 @@
 
 ``python tools/decode_forward.py [--sizes qwen3-0.6b|llama-8b-4] [--rows 1 8 64 256] [--kernels]``
 
-A forward is captured as a CUDA graph and replayed; the floor is the bytes of weights and keys over
-the read bandwidth of the same run. ``llama-8b-4`` has four of Llama-8B's layers and a small head.
+A forward is captured as a CUDA graph and replayed; its lower bound is the bytes of weights and keys
+over the read bandwidth in the same run. ``llama-8b-4`` has four of Llama-8B's layers and a small
+head.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def build(name: str) -> PagedModel:
 
 
 def make_step(num_seqs: int) -> ForwardBatch:
-    """One new token of each sequence, the last of ``NUM_KEYS``, in blocks of mixed order."""
+    """One new token of each sequence, the last of ``NUM_KEYS``, in blocks in random order."""
     width = NUM_KEYS // BLOCK_SIZE
     blocks = torch.randperm(num_seqs * width, generator=torch.Generator().manual_seed(0))
     tables = blocks.view(num_seqs, width).to("cuda", torch.int32)
@@ -92,7 +93,7 @@ def milliseconds(run: Any, repeats: int = 10) -> float:
 
 
 def list_kernels(graph: torch.cuda.CUDAGraph) -> None:
-    """Print the kernels of a replay; a kernel that begins early counts its waiting."""
+    """Print the kernels of a replay; the time of a kernel that starts early includes its wait."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Random cases of paged attention against the float64 oracle, for as long as one likes.
+"""Random cases of paged attention against the float64 oracle, any number of them.
 
     python tools/fuzz.py --cases 50000 --seed 0
     python tools/fuzz.py --cases 1 --seed 0 --first 1234           # one case of that run again
@@ -6,14 +6,15 @@
     python tools/fuzz.py --device cuda --cases 50 --alike 1 --repeats 100    # the same bits
 
 On a CPU every case runs on the CPU path as this machine plans it, on three threads; with bfloat16
-also on the float32 route of machines that cannot multiply it; every eighth case also on the
+also as on machines whose CPU cannot multiply it (in float32); every eighth case also on the
 reference. Sequences that share their first blocks are run once more with ``shared_prefixes``, as
-the CPU path shares them and in the two passes that a GPU makes. On a GPU it runs on whatever "auto"
-chooses and on every implementation that supports it, and a lot of cases in a row share their
-kernels: other lengths, numbers and places, the same sizes and types.
+the CPU path shares them and in the two passes that a GPU makes. On a GPU it runs on the
+implementation that "auto" chooses and on every one that supports it. There a group of successive
+cases uses the same compiled kernels: they have other lengths, numbers and blocks, but the same
+sizes and types.
 
-Prints the worst error, as a part of what is allowed, by implementation and element types, and a
-line that reproduces each failing case. Exits with 1 if there is one.
+Prints the worst error, as a share of the tolerance, by implementation and element types, and a
+command that reproduces each failing case. Exits with 1 if there is one.
 """
 
 import argparse
@@ -56,24 +57,24 @@ from pagetile.tiles.state import AttentionOutput
 
 REFERENCE_EVERY = 8
 GPU_IMPLEMENTATIONS = ("auto", "hopper_prefill", "hopper", "triton")
-PART = 100  # cases of a lot that a process takes at a time
-STRIDED_EVERY = 4  # lots: kernels are compiled for what strides are multiples of
+PART = 100  # cases of a group that a process takes at a time
+STRIDED_EVERY = 4  # groups: kernels are compiled for the divisors of strides
 
 
 @dataclass
 class Tally:
-    """What came of some cases."""
+    """Counts and errors of some cases."""
 
     cases: int = 0
     runs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By implementation and element types."""
+    """Keys are an implementation and element types."""
     worst: dict[tuple[str, str], float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     has_lost_device: bool = False
     """Whether a kernel failed so that its process cannot use the GPU any more."""
 
     def add(self, other: "Tally") -> None:
-        """Count another's cases in."""
+        """Add another tally."""
         self.cases += other.cases
         self.runs += other.runs
         self.failures += other.failures
@@ -83,20 +84,20 @@ class Tally:
 
 
 def main() -> int:
-    """Run the cases; the exit code."""
+    """Run the cases; return the exit code."""
     options = _parse()
     last = options.first + options.cases
-    lot = options.alike
-    # The first parts of all lots, which compile, before the next: a slow lot's are shared out.
-    part = min(lot, PART)
-    starts = range(options.first // lot * lot, last, lot)
+    size = options.alike
+    # The first parts of all groups, which compile, come first; then processes share slow groups.
+    part = min(size, PART)
+    starts = range(options.first // size * size, last, size)
     cuts = [
-        (at + cut, min(at + cut + part, at + lot)) for cut in range(0, lot, part) for at in starts
+        (at + cut, min(at + cut + part, at + size)) for cut in range(0, size, part) for at in starts
     ]
-    lots = [range(max(at, options.first), min(end, last)) for at, end in cuts]
+    chunks = [range(max(at, options.first), min(end, last)) for at, end in cuts]
     total = Tally()
     with tqdm(total=options.cases, unit="case", smoothing=0.02) as bar:
-        for tally in _in_processes(options, lots):
+        for tally in _in_processes(options, chunks):
             total.add(tally)
             for failure in tally.failures:
                 tqdm.write(failure)
@@ -128,21 +129,21 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _in_processes(options: argparse.Namespace, lots: list[range]) -> Iterator[Tally]:
+def _in_processes(options: argparse.Namespace, chunks: list[range]) -> Iterator[Tally]:
     if options.processes == 1:
-        for lot in lots:
-            yield from (run(options, range(number, number + 1)) for number in lot)
+        for chunk in chunks:
+            yield from (run(options, range(number, number + 1)) for number in chunk)
         return
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         try:
-            for future in as_completed([pool.submit(run, options, lot) for lot in lots]):
+            for future in as_completed([pool.submit(run, options, chunk) for chunk in chunks]):
                 yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run(options: argparse.Namespace, numbers: range) -> Tally:
-    """Some cases by their numbers, one after the other."""
+    """Run cases by their numbers, one after the other."""
     torch.set_num_threads(1)  # the oracle's products are small; the kernel's threads are planned
     tally = Tally()
     for number in numbers:
@@ -156,7 +157,7 @@ def run(options: argparse.Namespace, numbers: range) -> Tally:
                 again += f" --alike {options.alike} --repeats {options.repeats}"
                 again = f"python tools/fuzz.py --cases 1 {again}"
                 tally.failures.append(f"FAILED on {name}: {case}\n{report}\n{case!r}\n{again}")
-        except torch.AcceleratorError as error:  # of a case that this process ran before
+        except torch.AcceleratorError as error:  # an earlier case of this process made it fail
             tally.failures.append(f"not run: {case}\n{error!r}")
             tally.has_lost_device = True
         if tally.has_lost_device:
@@ -168,15 +169,15 @@ def _draw(options: argparse.Namespace, number: int) -> PagedCase:
     rng = random.Random(f"{options.seed}-{number}")
     if options.device == "cpu":
         return random_case(rng)
-    lot = number // options.alike
-    like = random_case(random.Random(f"{options.seed}-lot-{lot}"))
-    return vary(replace(like, strided=like.strided and lot % STRIDED_EVERY == 0), rng)
+    group = number // options.alike
+    like = random_case(random.Random(f"{options.seed}-lot-{group}"))
+    return vary(replace(like, strided=like.strided and group % STRIDED_EVERY == 0), rng)
 
 
 def _try(
     case: PagedCase, number: int, options: argparse.Namespace, tally: Tally
 ) -> Iterator[tuple[str, object]]:
-    """Run a case on every implementation; what went wrong, by name."""
+    """Run a case on every implementation; yield failures by name."""
     inputs = make_inputs(case)
     expected = oracle(inputs)
     allowed = tolerance(inputs, expected)

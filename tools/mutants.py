@@ -1,13 +1,13 @@
-"""Apply small plausible bugs, one at a time, and report which of them no test notices.
+"""Apply small plausible bugs, one at a time, and report those that no test notices.
 
     python tools/mutants.py                       # all: about an hour on two cores
-    python tools/mutants.py kv_cache scheduler    # those whose name begins so
+    python tools/mutants.py kv_cache scheduler    # those whose names begin so
     python tools/mutants.py --list
 
 Each mutant replaces one piece of text of one file (tools/mutants.toml) in a copy of the tree and
 runs the tests named for it, under Triton's interpreter where it says "interpreted". A mutant that
-passes all of them survives: a test is missing. Exits with 1 if one survives, or if its text is no
-longer in the file.
+passes all of them survives: a test is missing. Exits with 1 if one survives, or if its text is not
+in the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BY_TIME = f"caught by the limit of {LIMIT_SECONDS} s alone"
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: what it replaces, and the tests that should notice (under Triton's interpreter)."""
+    """A bug: the text that it replaces, and the tests that should notice."""
 
     name: str
     file: str
@@ -51,7 +51,7 @@ class Mutant:
 
     @property
     def is_applicable(self) -> bool:
-        """Whether its text stands in the file exactly once."""
+        """Whether its text is in the file exactly once."""
         return (ROOT / self.file).read_text(encoding="utf-8").count(self.before) == 1
 
 
@@ -72,7 +72,7 @@ def read_mutants() -> list[Mutant]:
 
 
 def copy_tree(folder: Path) -> None:
-    """Copy what the tests need, compiled kernels aside."""
+    """Copy what the tests need, without compiled kernels."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -83,9 +83,9 @@ def copy_tree(folder: Path) -> None:
 
 
 def run_mutant(mutant: Mutant, copies: SimpleQueue[Path]) -> str:
-    """Return ``"caught"``, ``BY_TIME``, ``"survived"`` or why it could not be tried.
+    """Return ``"caught"``, ``BY_TIME``, ``"survived"`` or why it could not be tested.
 
-    A copy serves one mutant after another: kernels that a mutant does not touch are compiled once.
+    One copy is used for several mutants: kernels that a mutant leaves as they are compile once.
     """
     if not mutant.is_applicable:
         return "stale: its text is not in the file exactly once"

@@ -3,7 +3,7 @@
 ``python tools/record_pages.py [--seconds 30] [--out docs/learn/pictures/page-map.svg]``
 
 Starts ``pagetile serve --demo-traffic`` with a small cache, reads the snapshots that ``/pages``
-draws, and writes each as a group that CSS shows in its turn. Colours are those of the page.
+draws, and writes each as a group that CSS shows at its time. Colours are those of the page.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def draw(frames: Sequence[Frame]) -> str:
 
 
 def _style(total: float) -> str:
-    """The page's colours, light and dark, and what is drawn in which."""
+    """The page's colours, light and dark, and the elements that have them."""
     light, dark = re.findall(r":root(?:[^{]*)\{([^}]*)\}", STYLES.read_text())[:2]
     colours = (re.findall(r"--[\w-]+: #[0-9a-f]+;", part) for part in (light, dark))
     by_day, by_night = ("".join(found).replace(" ", "") for found in colours)

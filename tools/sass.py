@@ -1,7 +1,7 @@
-"""Machine code of compiled Triton kernels: resources, loops, and reads of what was never written.
+"""Machine code of compiled Triton kernels: resources, loops, and reads of uninitialised registers.
 
-Triton ships ``cuobjdump`` and ``nvdisasm``, so a cubin is read on a machine without a GPU. Tests of
-compiled kernels count spilled bytes and the instructions of their loops with these functions.
+Triton ships ``cuobjdump`` and ``nvdisasm``, so this needs no GPU. Tests of compiled kernels count
+spilled bytes and the instructions of their loops with these functions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = [
     "disassemble",
     "dump",
     "list_instructions",
-    "loads_of_nothing",
     "loops_that_multiply",
     "loops_with",
     "read_listing",
-    "reads_of_nothing",
     "resources",
+    "uninitialised_loads",
+    "uninitialised_reads",
 ]
 
 Labels = dict[str, int]
@@ -33,7 +33,7 @@ Labels = dict[str, int]
 
 _NONE: frozenset[int] = frozenset()
 _MAY_END = ("@", "BRA", "BRX", "EXIT", "RET")
-"""How an instruction begins after which another than the next one may come."""
+"""Beginnings of instructions after which another one than the next may be executed."""
 
 
 def dump(compiled: Any, tmp_path: Path, option: str, tool: str = "cuobjdump") -> str:
@@ -56,7 +56,7 @@ def resources(compiled: Any, tmp_path: Path) -> dict[str, int]:
 
 
 def list_instructions(compiled: Any, tmp_path: Path) -> tuple[list[str], Labels]:
-    """A kernel's machine code by ``nvdisasm``, and which instruction a label stands before."""
+    """A kernel's instructions by ``nvdisasm``, and the index of the one after each label."""
     return read_listing(dump(compiled, tmp_path, "-c", "nvdisasm"))
 
 
@@ -72,12 +72,12 @@ def read_listing(text: str) -> tuple[list[str], Labels]:
     return code, labels
 
 
-def loads_of_nothing(code: list[str], labels: Labels) -> list[str]:
-    """Loads of spilled words that were not stored on every way to them.
+def uninitialised_loads(code: list[str], labels: Labels) -> list[str]:
+    """Loads of spilled words that were not stored on every path to them.
 
-    ptxas has made such code where two branches of a loop want the same descriptors and uniform
-    registers run out: it stored them in one branch and loaded them in the other. What loads a
-    word only to change bits of it, where it packs predicates, is left out, and so is half of a
+    ptxas has generated such code where two branches of a loop need the same descriptors and uniform
+    registers run out: it stored them in one branch and loaded them in the other. Loads of a word
+    only to change some of its bits, as for packed predicates, are left out, and so is half of a
     pair that the next instruction with its register overwrites.
     """
     stored = _made_before(code, labels, _stores)
@@ -89,12 +89,12 @@ def loads_of_nothing(code: list[str], labels: Labels) -> list[str]:
     ]
 
 
-def reads_of_nothing(code: list[str], labels: Labels) -> list[str]:
-    """Reads of uniform registers that were not written on every way to them.
+def uninitialised_reads(code: list[str], labels: Labels) -> list[str]:
+    """Reads of uniform registers that were not written on every path to them.
 
-    ptxas has made such code where two loops multiply the same queries: it computed their
-    descriptor before the first and used it in the second, and a branch leads past the first.
-    Half of a pair that is moved, and made anew before anything reads it, is left out.
+    ptxas has generated such code where two loops multiply the same queries: it computed their
+    descriptor before the first and used it in the second, and a branch skips the first. Half of a
+    pair that is moved, and overwritten before anything reads it, is left out.
     """
     written = _made_before(code, labels, lambda instruction: _uniform(instruction)[1])
     return [
@@ -107,7 +107,7 @@ def reads_of_nothing(code: list[str], labels: Labels) -> list[str]:
 def _made_before(
     code: list[str], labels: Labels, made: Callable[[str], frozenset[int]]
 ) -> dict[int, frozenset[int]]:
-    """What the instructions on every way to an instruction have made, by its place."""
+    """What the instructions on every path to an instruction have written, by its index."""
     before: dict[int, frozenset[int]] = {0: frozenset()}
     waiting = [0]
     while waiting:
@@ -122,14 +122,14 @@ def _made_before(
 
 
 def _stores(instruction: str) -> frozenset[int]:
-    """The words that it spills; what is stored under a predicate is loaded under it."""
+    """The words that it spills; words stored under a predicate are loaded under it."""
     kind, words = _spilled(instruction)
     return words if kind == "STL" else _NONE
 
 
 @functools.cache
 def _uniform(instruction: str) -> tuple[frozenset[int], frozenset[int]]:
-    """The numbers of the uniform registers that it reads and writes, be it under a predicate."""
+    """The numbers of the uniform registers that it reads and writes, even under a predicate."""
     if "UR" not in instruction:
         return _NONE, _NONE
     operation, _, rest = re.sub(r"^@!?U?P\w+ ", "", instruction).partition(" ")
@@ -169,8 +169,8 @@ def _is_idle_move(code: list[str], at: int) -> bool:
 
 
 def _spilled(instruction: str) -> tuple[str | None, frozenset[int]]:
-    """Whether it stores or loads spilled words, and where they lie."""
-    if "LDL" not in instruction and "STL" not in instruction:  # nearly all: without a search
+    """Whether it stores or loads spilled words, and their numbers."""
+    if "LDL" not in instruction and "STL" not in instruction:  # nearly all: skip the regex
         return None, _NONE
     found = re.match(r"(?:@!?U?P\w+ )?(LDL|STL)(\S*) .*\[R1(?:\+(0x\w+))?\]", instruction)
     if not found:
@@ -181,7 +181,7 @@ def _spilled(instruction: str) -> tuple[str | None, frozenset[int]]:
 
 
 def _successors(code: list[str], labels: Labels, at: int) -> list[int]:
-    """The instructions that may come after one."""
+    """The instructions that may be executed after one."""
     if not code[at].startswith(_MAY_END):
         return [at + 1] * (at + 1 < len(code))
     operation = re.sub(r"^@!?U?P\w+ ", "", code[at])
@@ -193,15 +193,15 @@ def _successors(code: list[str], labels: Labels, at: int) -> list[int]:
 
 
 def _is_idle(code: list[str], at: int, word: int) -> bool:
-    """Whether nothing comes of a word that is loaded."""
+    """Whether a loaded word is never used."""
     found = re.search(r"LDL\S* R(\d+)", code[at])
     assert found, code[at]
     return _ends(code, at, f"R{int(found[1]) + (word - min(_spilled(code[at])[1])) // 4}")
 
 
 def _ends(code: list[str], at: int, register: str) -> bool:
-    """Whether a register is overwritten, or some bits of it are, before anything else."""
-    even = f"R{int(register[1:]) // 2 * 2}"  # names a pair; products name more
+    """Whether a register, or some of its bits, are overwritten before anything else uses it."""
+    even = f"R{int(register[1:]) // 2 * 2}"  # names a pair; products name larger tuples
     named = rf"\b{register}\b|\.(?:64|128)\b.*\b{even}\b|HGMMA"
     uses = (i for i in range(at + 1, len(code)) if re.search(named, code[i]))
     use = next(uses, None)

@@ -1,4 +1,4 @@
-"""Small calls of the GPU kernels, for a tool that watches what they do.
+"""Small calls of the GPU kernels, for tools such as compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tools/small_calls.py
     compute-sanitizer --tool racecheck python tools/small_calls.py decode prefill
@@ -60,7 +60,7 @@ PAGED = {
 
 
 def paged(name: str) -> float:
-    """``paged_attention``, poisoned, as a part of what is allowed."""
+    """Relative to the tolerance: the error of ``paged_attention`` on poisoned inputs."""
     impl, sizes = PAGED[name]
     plain: dict[str, Any] = {
         "num_heads": 4,
@@ -75,13 +75,13 @@ def paged(name: str) -> float:
 
 
 def dense(impl: str) -> float:
-    """``attention`` and its gradients."""
+    """The same for ``attention`` and its gradients."""
     q, k, v, dout = _random(4, 2, 150, 4, 128)
     return _against_reference(attention, (q, k, v), dout, impl, causal=True)
 
 
 def windows(axes: int, impl: str) -> float:
-    """``window_attention`` with bias and regions, and its gradients."""
+    """The same for ``window_attention`` with bias and regions, and its gradients."""
     window = [7] * axes
     q, k, v, dout = _random(4, 8, 3, 7**axes, 16)
     table = torch.randn(13**axes, 3, device="cuda").requires_grad_()
@@ -94,19 +94,19 @@ def windows(axes: int, impl: str) -> float:
 
 
 def scores(k_len: int) -> float:
-    """``attention_scores``."""
+    """The same for ``attention_scores``."""
     (q,), (k,) = _random(1, 2, 3, 49, 16), _random(1, 2, 3, k_len, 16)
     return _distance(attention_scores(q, k), attention_scores(q, k, impl="reference"))
 
 
 def states() -> float:
-    """``merge_states``."""
+    """The same for ``merge_states``."""
     outs, lses = _random(1, 3, 20, 4, 64)[0], torch.randn(3, 20, 4, device="cuda")
     return _distance(merge_states(outs, lses).out, merge_states(outs, lses, impl="reference").out)
 
 
 def caches() -> float:
-    """``write_kv`` into 8 bits, then ``copy_blocks``."""
+    """The same for ``write_kv`` into 8 bits, then ``copy_blocks``."""
     k, v = _random(2, 40, 2, 64)
     slots = torch.randperm(64, device="cuda")[:40]
     scale = torch.ones(2, device="cuda")
@@ -135,7 +135,7 @@ CALLS: dict[str, Callable[[], float]] = {
 
 
 def main() -> int:
-    """Make the calls; the exit code."""
+    """Make the calls; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CALLS)}")
     names = parser.parse_args().names or list(CALLS)
@@ -157,7 +157,7 @@ def _against_reference(
     op: Callable[..., AttentionOutput], qkv: tuple[Tensor, ...], dout: Tensor, impl: str,
     **others: Any,
 ) -> float:  # fmt: skip
-    """The worst distance of results and gradients."""
+    """The largest error of results and gradients, relative to what is allowed."""
     found = []
     for chosen in (impl, "reference"):
         leaves = [x.detach().clone().requires_grad_() for x in qkv]
@@ -169,7 +169,7 @@ def _against_reference(
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """As a part of 2 % of the largest number: bfloat16 rounds to 0.4 %."""
+    """The error relative to 2 % of the largest number: bfloat16 rounds to 0.4 %."""
     gap = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
     return gap / 0.02 if math.isfinite(gap) else math.inf
 

@@ -29,22 +29,22 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-END = "<|endoftext|>"  # stands before every file, so it is both the first and the last token
+END = "<|endoftext|>"  # precedes every file: both the first and the last token
 VOCAB_SIZE = 4096
 CONTEXT = 2048
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS_PER_STEP = 32768 if DEVICE == "cuda" else 4096  # two cores cannot feed a larger step
-STAGES = [(0.0, 512), (0.75, 1024)]  # (progress, window): cheap first, long last
+STAGES = [(0.0, 512), (0.75, 1024)]  # (progress, window): short windows first, since they are cheap
 GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
-WARM_UP = 0.02  # of the run
+WARM_UP = 0.02  # share of the run
 EVAL_WINDOW, EVAL_STRIDE = 1024, 512
 EXPORT_SECONDS = 300
 
 # Generated tables, other people's packages, and files that describe one machine.
 SKIPPED = ("site-packages", "dist-packages", "encodings", "pydoc_data", "config-", "_sysconfigdata")
 
-# A word takes its underscores and the space before it along, so `self._lock` is three pieces and
-# an indented line starts with one. Digits stay single: there is nothing to learn in `41276`.
+# A word includes its underscores and the space before it, so `self._lock` is three pieces and an
+# indented line starts with one. Digits stay single, since long numbers have no structure to learn.
 PIECES = Regex(r" ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+")
 
 
@@ -66,7 +66,7 @@ def load_corpus(root: Path) -> tuple[list[str], list[str]]:
 
 
 def is_held_out(path: Path) -> bool:
-    """Choose by the path alone, so that the choice outlives Python releases and seeds."""
+    """Decide by the path alone, so that all Python releases and seeds choose the same files."""
     return int(hashlib.sha256(path.as_posix().encode()).hexdigest(), 16) % 25 == 0
 
 
@@ -135,7 +135,7 @@ def build_model(end: int) -> LlamaForCausalLM:
         eos_token_id=end,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config.pad_token_id = end  # in `config` it would freeze END's embedding
+    model.generation_config.pad_token_id = end  # in `config` END's embedding would not be trained
     return model.to(DEVICE)
 
 
@@ -151,12 +151,12 @@ def build_optimisers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def lr_factor(progress: float) -> float:
-    """Linear warm-up, then linear all the way to zero."""
+    """Linear warm-up, then a linear decay to zero."""
     return min(progress / WARM_UP, (1 - progress) / (1 - WARM_UP))
 
 
 class Windows:
-    """Endless batches from the shuffled files laid end to end; the seed decides the order.
+    """Endless batches from the shuffled, concatenated files; the seed decides the order.
 
     Each window starts a golden section of the text after the last one, so that a batch mixes many
     files and any number of windows covers the text evenly.
@@ -176,7 +176,7 @@ class Windows:
 
 
 class Step(NamedTuple):
-    """Where a run stands."""
+    """The progress of a run."""
 
     progress: float = 0.0  # used share of the budget
     tokens: int = 0
@@ -187,7 +187,7 @@ class Step(NamedTuple):
 def train(
     model: LlamaForCausalLM, windows: Windows, minutes: float | None, max_tokens: int | None
 ) -> Iterator[Step]:
-    """Train until the minutes or else the tokens are used up, and say so after every step."""
+    """Train until the minutes or the tokens are used up, and yield a ``Step`` after every step."""
     optimisers = build_optimisers(model)
     peaks = [optimiser.param_groups[0]["lr"] for optimiser in optimisers]
 
@@ -219,7 +219,7 @@ def train(
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the checkpoint beside `out`, then move it in by file: no reader sees half a file."""
+    """Write the checkpoint next to `out`, then move each file: no reader sees half a file."""
     fresh = out.with_name(out.name + ".partial")
     copy.deepcopy(model).bfloat16().save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
@@ -231,7 +231,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 
 
 def evaluate(folder: Path, texts: list[str]) -> float:
-    """Bits per UTF-8 byte that the checkpoint in `folder`, run in float32, spends on the texts."""
+    """Bits per UTF-8 byte of the texts under the checkpoint in `folder`, run in float32."""
     files = encode(AutoTokenizer.from_pretrained(folder), texts)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     windows = [window for ids in files for window in scored_windows(ids)]
@@ -244,7 +244,7 @@ def evaluate(folder: Path, texts: list[str]) -> float:
 
 
 def scored_windows(ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a file so that each token is scored once, with EVAL_STRIDE tokens before it or all."""
+    """Windows of a file that score each token once, after EVAL_STRIDE tokens or all before it."""
     for start in range(0, len(ids) - 1, EVAL_STRIDE):
         end = min(start + EVAL_STRIDE, len(ids) - 1)
         chunk = ids[max(0, start + EVAL_STRIDE - EVAL_WINDOW) : end + 1]
@@ -287,7 +287,7 @@ without a download. It shows off an engine; it is not a coding assistant.
 
 
 def machine() -> str:
-    """What trained it."""
+    """The hardware that trained it."""
     if DEVICE == "cuda":
         return f"one {torch.cuda.get_device_name()}"
     return f"{os.cpu_count()} {platform.machine()} cores"
@@ -308,7 +308,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, exporting now and then; score what was written; describe it."""
+    """Train with exports in between, evaluate the result, and write its model card."""
     options = parse_arguments()
     texts, held_out = load_corpus(options.source)
     if options.evaluate:

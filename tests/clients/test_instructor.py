@@ -31,7 +31,7 @@ def test_an_answer_is_a_model(client, mode):
 
 
 def test_json_mode_asks_for_any_object(client):
-    """The server makes it JSON; that it fits is the model's affair, so here all fields may lack."""
+    """The server makes it JSON but enforces no schema, so here every field may be absent."""
     asking = instructor.from_openai(client, mode=instructor.Mode.JSON)
 
     class Anything(openai.BaseModel):

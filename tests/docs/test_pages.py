@@ -40,11 +40,11 @@ class Block:
     content: str
     line: int
     output: str | None = None
-    """What it is said to print."""
+    """The output that the page shows."""
 
 
 def read_blocks(page: str) -> Iterator[Block]:
-    """The blocks to run, each with the ``text`` block that follows it without a word between."""
+    """The blocks to run, each with the ``text`` block that follows it directly."""
     matches = list(FENCE.finditer(page))
     for match, following in zip(matches, [*matches[1:], None], strict=True):
         language, content = match.groups()
@@ -57,7 +57,7 @@ def read_blocks(page: str) -> Iterator[Block]:
 
 
 def run_block(block: Block, page: str, names: dict[str, object]) -> str:
-    """What a block prints."""
+    """Run a block and return what it prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if block.language == "python":
@@ -115,7 +115,7 @@ def test_links_of_a_page_lead_somewhere(page):
 
 
 def anchors(text: str) -> set[str]:
-    """What links to the headings of a page end in."""
+    """The fragments that link to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Misuse, and use at the limits: each is answered, and leaves an engine as good as new."""
+"""Misuse, and use at the limits: each call is answered, and the engine is as before afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_numbers_that_a_caller_gave_to_requests_are_passed_over() -> None:
 def test_a_request_that_fails_to_start_takes_those_before_it_along(
     method: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else they would wait for steps that no call makes, and every later call would be refused."""
+    """Otherwise they would wait for steps that no call runs, and later calls would be refused."""
     add, num_added = llm.engine.add_request, 0
 
     def some(**options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_lists_without_a_prompt_are_answered_with_none(llm: LLM) -> None:
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_as_many_samples_as_rows_in_a_pool_that_holds_few_of_them(is_ahead: bool) -> None:
-    """Each alone fits; together they give way to each other, and lose nothing."""
+    """Each alone fits; together they preempt each other, and lose nothing."""
     engine = make_engine(num_blocks=10, is_ahead=is_ahead)
     params = SamplingParams(seed=4, n=8, max_tokens=20, ignore_eos=True, logprobs=1)
     ids = [engine.add_request([5, 6, 7, 8, 9], params) for _ in range(2)]
@@ -143,7 +143,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_each_parameter_changes_its_own_request_and_no_other(is_ahead: bool) -> None:
-    """Rows are used again for others, most sequences are preempted, and a third are forks."""
+    """Rows are reused, most sequences are preempted, and a third are forks."""
     engine, rng = make_engine(num_blocks=14, is_ahead=is_ahead, max_num_seqs=4), random.Random(3)
     common = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "seed": 7, "logprobs": 1}
     prompt, asked = (11, 12, 13, 14, 15), {}
@@ -165,7 +165,7 @@ def test_each_parameter_changes_its_own_request_and_no_other(is_ahead: bool) -> 
 
 
 def serve(llm: LLM, main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], **options: Any) -> Any:
-    """What a coroutine returns, which has a minute; the engine is idle then."""
+    """Run a coroutine for at most a minute; the engine is idle afterwards."""
 
     async def run() -> Any:
         async with AsyncLLM(llm, **options) as served:

@@ -1,4 +1,4 @@
-"""What people write with vLLM runs here, or raises an error that says what to write instead."""
+"""Code written for vLLM runs here, or raises an error that names the replacement."""
 
 from __future__ import annotations
 

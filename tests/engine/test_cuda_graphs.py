@@ -1,4 +1,4 @@
-"""What is recorded of steps, with stand-ins for the GPU's graphs."""
+"""Which steps are recorded as graphs, with stand-ins for CUDA graphs."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -16,7 +16,7 @@ class FakeGraph:
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Sizes that are tried; those of 4 and more make the host wait."""
+    """Sizes that are tried; steps of 4 and more make the host wait."""
     sizes, is_refusing = [], False
 
     @contextmanager

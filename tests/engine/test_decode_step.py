@@ -1,4 +1,4 @@
-"""The kernels of a decode step compute what the torch code beside them does."""
+"""The kernels of a decode step compute the same as the torch code in the same modules."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -73,7 +73,7 @@ def test_begin_lays_out_the_rows_of_the_inbox():
 
 
 def test_begin_s_stores_are_visible_to_kernels_that_do_not_wait():
-    """Attention reads lengths and tables while the kernel in front of it runs."""
+    """Attention may read lengths and tables while the kernel that writes them still runs."""
     triton_compiler = pytest.importorskip("triton.backends.compiler")
     from pagetile.engine.triton import begin_kernel
     from pagetile.tiles.triton.launch import Launcher
@@ -124,7 +124,7 @@ def test_drawn_tokens_are_those_of_torch_and_the_rows_advance(dtype, temperature
     "num_rows", [1, 17, 32, 33, *(pytest.param(n, marks=pytest.mark.gpu) for n in (31, 64, 257))]
 )
 def test_a_step_of_any_number_of_rows_comes_back_as_it_was_drawn(num_rows):
-    """In a step of this size and in one of half as many, through one memory."""
+    """A step of this size and one of half as many use the same memory."""
     from pagetile.engine.step_memory import StepMemory
     from pagetile.engine.triton_draw import draw
 
@@ -191,7 +191,7 @@ def test_a_step_that_is_filled_up_has_the_same_logits_and_writes_the_same_keys()
     sampler = make_sampler(home())
     row_tables = torch.zeros(NUM_ROWS, 6, dtype=torch.int32, device=home())
     buffers = PromptBuffers(row_tables, sampler, 32, BLOCK_SIZE)
-    # Sequences of other numbers of tokens leave other numbers in the buffers, the fewest last.
+    # Steps with other numbers of tokens leave stale values in the buffers; the smallest is last.
     for counts, ends in [((9, 1, 13), (20, 5, 13)), ((1, 4), (9, 4)), ((0, 2), (0, 3))]:
         starts = np.cumsum([0, *counts])
         step, arrays = make_step(model.vocab_size, sampler, row_tables, counts, ends, generator)
@@ -243,7 +243,7 @@ def assert_lays_out(buffers, batch, step, arrays, size):
 @pytest.mark.interpret
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "gpt_neo"])
 def test_a_step_may_be_filled_up_beyond_the_positions_of_a_model(family):
-    """These have a table of positions, and a GPU is lost where one is looked up behind its end."""
+    """They look up a table of positions, and an index past its end makes a GPU unusable."""
     from pagetile.engine.triton_prompts import PromptBuffers
 
     model, _ = load_on_filled_cache(family, max_position_embeddings=20)

@@ -21,7 +21,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzTI.,'1024"
 
 @functools.cache
 def byte_level():
-    """As GPT-2 and Llama 3: every token is bytes, and may end inside a character."""
+    """As GPT-2 and Llama 3: every token is bytes, and may end within a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -324,7 +324,7 @@ def test_stop_strings_without_a_tokenizer_are_refused():
 
 
 class Counted:
-    """Passes on to a tokenizer and counts the tokens that it decodes."""
+    """Passes calls on to a tokenizer and counts the tokens that it decodes."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.num_calls, self.longest = tokenizer, 0, 0

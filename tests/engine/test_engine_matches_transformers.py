@@ -1,4 +1,4 @@
-"""Greedy tokens equal Transformers' own generate, whatever the engine does to get there."""
+"""Greedy tokens equal those of Transformers' generate under every setting of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEW_TOKENS = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run an engine."""
+    """Options of an engine and of its requests."""
 
     name: str
     block_size: int = 4
@@ -69,7 +69,7 @@ def _prompts(family: str) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _expected(family: str, prompt: tuple[int, ...], device: str) -> list[int]:
-    """What the model's own generate continues a prompt with, alone."""
+    """The tokens that the model's own generate continues a prompt with, alone."""
     with torch.inference_mode():
         output = _model(family, device).generate(
             torch.tensor([prompt], device=device),
@@ -83,7 +83,7 @@ def _expected(family: str, prompt: tuple[int, ...], device: str) -> list[int]:
 
 
 def _run(llm: LLM, arrivals: dict[int, list[tuple[tuple[int, ...], SamplingParams]]]) -> dict:
-    """Add requests at given steps, prove the pool after each; results by prompt."""
+    """Add requests at given steps and check the pool after each; results by prompt."""
     engine, results, step = llm.engine, {}, 0
     waiting = dict(arrivals)
     added: dict[int, tuple[int, ...]] = {}

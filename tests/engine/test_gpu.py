@@ -1,4 +1,4 @@
-"""The engine on a GPU: recorded decode steps, and a host that waits for tokens only."""
+"""The engine on a GPU: recorded decode steps, and a host that waits only for tokens."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_demo_checkpoint_generates_what_transformers_does(recorded: LLM) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "phi3", "deepseek_v3"])
-def test_models_with_norms_and_rotary_embeddings_of_ours_do_so_too(family: str) -> None:
+def test_models_with_our_norms_and_rotary_embeddings_generate_the_same(family: str) -> None:
     model = tiny_model(family).to(CUDA)
     llm = LLM(model, device="cuda", num_blocks=64, max_num_seqs=4)
     assert any(name == "forward" for _, name, _ in llm.engine._runner.model._attributes)
@@ -171,7 +171,7 @@ def test_a_step_that_fails_leaves_no_copy_on_its_way(
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "gpt_neo"])
 def test_steps_may_have_more_tokens_than_a_model_has_positions(family: str) -> None:
-    """By default they have up to 8192, and a table of positions is looked up for each."""
+    """Steps have up to 8192 tokens by default, and each looks up a table of positions."""
     prompts = [[5, 9, 20, 33], [70, 3], [8, 8, 41, 1, 12, 60, 11]]
     params = replace(GREEDY, max_tokens=20, detokenize=False)
     found = []
@@ -186,7 +186,7 @@ def test_steps_may_have_more_tokens_than_a_model_has_positions(family: str) -> N
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Of Hopper's decode launches of single tokens: their rows, and whether they read early."""
+    """The decode launches by Hopper's kernel: their rows, and whether they read early."""
     find, found = paged_attention_triton._find_launcher, []
 
     def watched(kernel: Any, problem: Any, *args: Any) -> Any:
@@ -202,7 +202,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def test_early_reads_change_no_token_of_dozens_of_sequences(
     launches: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode loads lengths, tables and old keys while kernels in front of it run (decision 31)."""
+    """Decode loads lengths, tables and old keys while preceding kernels run (decision 31)."""
     if DeviceInfo.of(CUDA).capability[0] != 9:
         pytest.skip("only Hopper's decode reads early")
     model = tiny_model(
@@ -219,7 +219,7 @@ def test_early_reads_change_no_token_of_dozens_of_sequences(
     ]
 
     def run() -> list[list[tuple[int, ...]]]:
-        # All prompts in one step: how they are cut beside others depends on how long steps take.
+        # All prompts in one step: otherwise the sizes of chunks depend on measured times.
         llm = LLM(
             model, device="cuda", num_blocks=2400, max_num_seqs=64,
             max_num_batched_tokens=1 << 15, enable_prefix_caching=False,
@@ -288,7 +288,7 @@ def test_sampling_waits_for_its_results_only() -> None:
 
 
 def test_samples_of_one_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefixes, "pays", lambda *_: True)
+    monkeypatch.setattr(shared_prefixes, "saves_time", lambda *_: True)
     rng = random.Random(1)
     head = [rng.randrange(200) for _ in range(120)]
     prompts = [head, [*head[:70], 5], [*head, 7, 8], [1, 2, 3]]

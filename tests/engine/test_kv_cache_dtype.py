@@ -1,4 +1,4 @@
-"""An engine whose cache has 8 bits: what it keeps, and that sharing changes nothing."""
+"""An engine with an 8-bit cache: what it stores, and that sharing changes nothing."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def first_layer(llm):
 
 
 def first_logprobs(llm):
-    """Of the five best tokens after the prompt; the prompt's keys are in the cache then."""
+    """Log-probabilities of the five best tokens after the prompt, whose keys are cached then."""
     [output] = llm.generate(PROMPT, SamplingParams(max_tokens=1, logprobs=5), use_tqdm=False)
     return len(output.prompt_token_ids), dict(output.outputs[0].logprobs.tokens[0].top())
 
@@ -55,7 +55,7 @@ def test_the_cache_holds_the_models_keys_rounded(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_gets_the_same_tokens_in_any_company(name):
-    """Samples part from a common block, which is copied with its scales."""
+    """Samples fork from a shared block, which is copied with its scales."""
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=12, n=3)
     llm = make(name)
     [together] = llm.generate([PROMPT], params, use_tqdm=False)

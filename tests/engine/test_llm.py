@@ -1,4 +1,4 @@
-"""What a user of LLM relies on."""
+"""The behaviour of LLM that its documentation promises."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 @pytest.fixture(autouse=True)
 def _no_block_leaks(request: pytest.FixtureRequest):
-    """Of tests that share an engine; others run once, not once for each engine."""
+    """For tests that share an engine; others run once, not once for each engine."""
     if "llm" not in request.fixturenames:
         yield
         return
@@ -115,7 +115,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(llm: LLM) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_samples_that_fork_beside_prompts_that_go_on_have_their_own_parameters(device: str) -> None:
-    """The step samples no more sequences than it has, and all of those have begun before."""
+    """The step samples no more sequences than before, and all of those have started before."""
     llm = LLM(dtype="float32", device=device, num_blocks=256, max_num_batched_tokens=128)
     prompts = [[5 + n] * 300 for n in range(4)]
     params = [SamplingParams(n=2, seed=n, max_tokens=12, ignore_eos=True) for n in range(4)]
@@ -692,7 +692,7 @@ def test_changed_weights_ask_for_a_reset_of_prefixes() -> None:
 
 
 def test_a_finished_stream_computes_no_further_steps(llm: LLM) -> None:
-    """A caller that looks at its last delta blocks no other stream and takes none of its tokens."""
+    """A caller that has read the last delta blocks no other stream and takes none of its tokens."""
     short = replace(GREEDY, max_tokens=1)
     first = llm.stream(PROMPTS[0], short)
     assert next(first).finish_reason == "length"
@@ -785,7 +785,7 @@ FORKING = [("def add(a, b):\n", 2), ("import os\n", 1), ([9] * 30, 3)]
 
 @pytest.fixture(scope="module")
 def unbroken() -> list[RequestOutput]:
-    """What an engine none of whose steps fails generates."""
+    """The output of an engine in which no step fails."""
     params = [replace(GREEDY, n=n) for _, n in FORKING]
     return LLM(**SMALL_POOL).generate([prompt for prompt, _ in FORKING], params, use_tqdm=False)
 
@@ -794,7 +794,7 @@ def unbroken() -> list[RequestOutput]:
 def test_a_step_that_fails_changes_no_token(
     where: str, unbroken: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut off anywhere, copies of shared blocks included, all is computed again."""
+    """A step fails anywhere, even while it copies shared blocks; all is computed again."""
     llm = LLM(**SMALL_POOL, max_num_batched_tokens=24, max_num_seqs=8)
     ids = [llm.engine.add_request(prompt, replace(GREEDY, n=n)) for prompt, n in FORKING]
     owner, _, name = where.partition(".")
@@ -881,7 +881,7 @@ def test_a_sequence_without_text_fails_alone(llm: LLM, stream: bool) -> None:
 
 
 def test_a_sequence_that_comes_back_to_its_row_has_other_blocks() -> None:
-    """Equal prompts: the one that gives way finds the other's blocks, and runs on at once."""
+    """The prompts are equal: the preempted one finds the other's blocks and resumes at once."""
     twice = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fib"
     prompts = ["import os\n", twice, twice, "class Stack:\n    def __init__(self):\n"]
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -941,7 +941,7 @@ def test_warming_up_leaves_no_trace():
 
 
 def test_the_path_from_generate_to_a_token_is_short() -> None:
-    """Files of the engine with a function that runs, their lines, and those of the functions."""
+    """Lists the engine's files with functions that run, their lines, and those of the functions."""
     llm = LLM(dtype="float32", device="cpu", num_blocks=64)
     lines: dict[str, set[int]] = {}
 

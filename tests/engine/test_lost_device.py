@@ -1,4 +1,4 @@
-"""A lost device is the end of an engine: all who wait are answered, and later calls at once."""
+"""A lost device ends an engine: every waiting caller is answered, and later calls fail at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lose_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_dead(engine: Engine) -> None:
-    """Whole, with nothing in flight, and every call that needs the device says why it fails."""
+    """Nothing is in flight, and every call that needs the device raises the reason."""
     assert str(engine.death) == LOST
     assert not engine._in_flight
     engine.check()
@@ -45,7 +45,7 @@ def assert_dead(engine: Engine) -> None:
 def test_a_step_that_cannot_be_waited_for_is_the_last(
     where: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails first: a launch, or a read."""
+    """Whether a launch fails first, or a read."""
     engine = make_engine(is_ahead=is_ahead)
     requests = [engine.add_request([5, 6, 7 + n], replace(GREEDY, n=2)) for n in range(3)]
     returned = [delta for _ in range(3) for delta in engine.step()]
@@ -69,7 +69,7 @@ def test_a_step_that_cannot_be_waited_for_is_the_last(
 def test_an_abort_that_finds_the_device_lost_answers_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reads the step in flight, which computes nothing but what has ended."""
+    """It reads the step in flight, which computes only what has ended."""
     engine = make_engine()
     request_id = engine.add_request([5, 6, 7], GREEDY)
     engine.step()
@@ -150,7 +150,7 @@ def test_an_llm_says_why_it_is_dead_and_says_it_again_at_once(
 
 
 def test_an_async_llm_dies_answers_all_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error has no word that is known to tell of a lost device."""
+    """The error's text does not say that the device is lost."""
     llm = LLM(num_blocks=64, dtype="float32", max_num_seqs=2, async_scheduling=True)
     deaths: list[BaseException] = []
 
@@ -176,7 +176,7 @@ def test_an_async_llm_dies_answers_all_and_closes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_async_llm_dies_of_an_abort_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to compute then, and no step would find it out."""
+    """No step would notice it, since nothing is left to compute."""
     llm = LLM(num_blocks=64, dtype="float32", async_scheduling=True)
 
     async def main() -> None:

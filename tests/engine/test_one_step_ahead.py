@@ -1,9 +1,9 @@
 """A step is scheduled before the tokens of the one before it are known: nothing changes.
 
-Each rule of ``scheduler.py`` has a test, and a random machine mixes all that can happen: arrivals,
+Each rule of ``scheduler.py`` has a test, and a random state machine mixes all events: arrivals,
 forks, aborts, preemption, failures, ends by length, token and string. After every step the pool,
 the index and the steps in flight are checked. A storm is the same machine with many requests, some
-of them invalid and many aborted, in a pool that hardly holds one.
+of them invalid and many aborted, in a pool with room for little more than one.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def finish(engine: Engine) -> list[Any]:
 
 @cache
 def quiet_engine(num_layers: int) -> Engine:
-    """An engine of a large pool that computes a step after the other, and shares nothing."""
+    """An engine with a large pool that runs a step after the other, and shares nothing."""
     return make_engine(is_ahead=False, enable_prefix_caching=False, num_layers=num_layers)
 
 
 @cache
 def alone(prompt: tuple[int, ...], params: SamplingParams, num_layers: int = 3) -> Any:
-    """What an undisturbed engine makes of a request by itself."""
+    """An undisturbed engine's output for a request alone."""
     engine = quiet_engine(num_layers)
     request_id = engine.add_request(prompt, params)
     finish(engine)
@@ -92,7 +92,7 @@ def alone(prompt: tuple[int, ...], params: SamplingParams, num_layers: int = 3) 
 
 
 def is_same(output: Any, expected: Any) -> bool:
-    """Text, tokens, reasons; log-probabilities up to rounding, and their number."""
+    """Compare text, tokens and reasons; log-probabilities up to rounding, and their number."""
     if replace(output, logprobs=None, cumulative_logprob=None) != replace(
         expected, logprobs=None, cumulative_logprob=None
     ):
@@ -290,7 +290,7 @@ def test_a_failure_in_flight_loses_and_doubles_nothing(engine: Engine, where: st
 def test_a_failed_launch_is_waited_for_before_its_memory_is_used_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, num_in_flight: int
 ) -> None:
-    """What it has copied so far is in no step that will be read."""
+    """The memory that it has copied into so far belongs to no step that will be read."""
     events = []
     run, restart, wait = engine._runner.run, engine.scheduler.restart, engine._runner.wait
     monkeypatch.setattr(engine._runner, "wait", lambda: events.append("wait") or wait())
@@ -314,7 +314,7 @@ def test_a_failed_launch_is_waited_for_before_its_memory_is_used_again(
 def test_blocks_of_a_step_that_failed_are_never_found(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its keys were not written: a prompt that found them would compute with stale content."""
+    """Its keys were not written: a prompt that reused them would read stale content."""
     prompt = tuple(range(5, 26))
     with monkeypatch.context() as patch:
 
@@ -353,7 +353,7 @@ def test_blocks_that_led_to_nan_are_never_found(
 
 
 class OddOnly:
-    """A grammar: tokens that are larger than the one before, or the end."""
+    """A grammar that allows tokens larger than the one before, or the end."""
 
     def __init__(self) -> None:
         self.last = -1
@@ -437,11 +437,11 @@ def test_a_grammar_sees_each_token_before_it_restricts_the_next(engine: Engine) 
 
 
 class Injected(Exception):
-    """A failure that the machine makes."""
+    """A failure that the state machine injects."""
 
 
 class Machine:
-    """Drives an engine at random and remembers what it should have done."""
+    """Runs an engine through random events and keeps the results that it should give."""
 
     num_layers = 3
     lengths = (3, 9, 15)
@@ -621,7 +621,7 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
 
 
 class Replayed(StepGraphs):
-    """Graphs where nothing can be recorded: a step runs again on what its static inputs hold."""
+    """Replaces graphs where nothing can be recorded: runs a step on its static inputs again."""
 
     large_ones_wait = False
 
@@ -648,9 +648,9 @@ class Replayed(StepGraphs):
 
 
 class KernelMachine(Machine):
-    """Steps are laid out and sampled as on a GPU: by kernels, of sizes that they are filled up to.
+    """Steps are laid out and sampled by kernels, in padded sizes, as on a GPU.
 
-    The copies' memory is used in turn as there, and a step's tokens are read a step later.
+    Host memory is used in turn as there, and a step's tokens are read a step later.
     """
 
     num_layers = 1
@@ -660,7 +660,7 @@ class KernelMachine(Machine):
         return options | ({"max_num_batched_tokens": 64} if Replayed.large_ones_wait else {})
 
     def choose_more(self) -> dict[str, Any]:
-        """Some are for kernels, some for torch code beside them."""
+        """Some are sampled by kernels, some by torch code."""
         forms = [
             {}, {"repetition_penalty": 1.3}, {"logit_bias": {50: 4.0, 2: -9.0}}, {"min_p": 0.1},
             {"allowed_token_ids": [*range(3, 96, 2)]}, {"bad_words": ["ab", "Q", "%&"]},
@@ -701,7 +701,7 @@ def test_steps_by_kernels_give_each_request_what_it_gets_alone(
 
 
 class Storm(Machine):
-    """Many short requests for nine blocks: as many as one of them may need."""
+    """Many short requests for a pool of nine blocks, as many as one of them may need."""
 
     num_layers = 1
     lengths = (3, 4, 6)
@@ -758,7 +758,7 @@ def test_a_storm_loses_no_block_and_leaves_no_request_unanswered(num_requests: i
 
 
 def test_warming_up_leaves_no_trace(engine: Engine) -> None:
-    """What a GPU runs before the first request is run here by hand."""
+    """The steps that a GPU records before the first request are run here explicitly."""
     run_made_up(engine, 300)
     engine.check()
     assert engine.pool.num_free == engine.pool.num_blocks

@@ -1,4 +1,4 @@
-"""Where a sequence ends: each in a number of steps that is known beforehand, so none can hang."""
+"""Where a sequence ends: each test runs a known number of steps, so none can hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(params: SamplingParams, most_steps: int, is_ahead: bool) -> tuple[list[A
 def test_a_sequence_ends_with_the_token_that_reaches_its_length(
     max_tokens: int | None, stop: tuple[str, ...], is_ahead: bool
 ) -> None:
-    """Quietly, as most do, and where each token becomes text at once."""
+    """In the path without stop strings, and in the one where each token becomes text at once."""
     length = max_tokens or MAX_LEN - len(PROMPT)
     params = replace(GREEDY, max_tokens=max_tokens, stop=stop)
     deltas, output = run(params, length, is_ahead)
@@ -44,7 +44,7 @@ def test_a_sequence_ends_with_the_token_that_reaches_its_length(
 def test_a_sequence_ends_with_the_token_that_says_so(
     kind: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step ahead it is computed once more; nothing of that is seen."""
+    """One step ahead it is computed once more, and that result is dropped."""
     free = alone(PROMPT, replace(GREEDY, logprobs=1)).outputs[0]
     last, letter = free.token_ids[4], chr(32 + free.token_ids[4])
     num_tokens = free.token_ids.index(last) + 1

@@ -1,4 +1,4 @@
-"""Sequences that share their first blocks are neighbours in decode steps, which read these once."""
+"""Sequences with the same first blocks are grouped in decode steps, which read these once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagetile.ops.paged_attention import shared_prefixes
 
 
 def _draw_tables(rng: random.Random) -> tuple[list[list[int]], list[int]]:
-    """Tables of a tree: each goes on from a part of another, or begins anew."""
+    """Block tables of a tree: each continues a part of another, or starts anew."""
     tables: list[list[int]] = []
     number = iter(range(10**6))
     for _ in range(rng.randint(1, 20)):
@@ -74,7 +74,7 @@ def test_a_step_has_room_for_few_groups_and_keeps_those_that_save_the_most() -> 
 
 
 def test_the_block_that_a_step_writes_is_not_shared() -> None:
-    """Where the new token is the last of a block, that block is written, too."""
+    """Also where the new token is the last of a block."""
     sequences = [SimpleNamespace(table=SimpleNamespace(blocks=[7, 2])) for _ in range(2)]
     for end, shared in ((32, 16), (31, 16), (17, 16), (33, 32)):
         found = PrefixGrouper(16, 1).find(sequences, [end, end])
@@ -114,7 +114,7 @@ def test_tokens_are_the_same_where_prefixes_are_shared(
         return LLM(dtype="float32", num_blocks=num_blocks, block_size=8, max_num_seqs=12)
 
     expected = run(make())
-    monkeypatch.setattr(shared_prefixes, "pays", lambda *_: True)
+    monkeypatch.setattr(shared_prefixes, "saves_time", lambda *_: True)
     llm = make()
     llm.engine.scheduler.grouper = PrefixGrouper(8, 1)
     steps = []

@@ -34,7 +34,7 @@ def row(seed=0, index=0, prompt=(), output=(), forbidden=(), **options):
 
 
 def shaped(logits, rows):
-    """What the draw chooses among: -inf for what penalties, bans and cuts leave out."""
+    """Logits with -inf where penalties, bans and cuts exclude a token."""
     one = Sampler(len(rows), logits.shape[1], logits.device)
     numbers = list(range(len(rows)))
     one.start(numbers, rows)
@@ -72,7 +72,7 @@ def logits_of(num_rows, vocab_size, seed, scale=2.0, dtype=torch.float32):
 
 
 def kept_probabilities(logits, row):
-    """The distribution that one row is drawn from, step by step as the docstring says."""
+    """The distribution that one row is drawn from, computed step by step."""
     p = row.params
     x = [float(value) for value in logits]
     biases = dict(p.logit_bias)
@@ -648,7 +648,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_rows_pay_only_for_what_they_ask():
+def test_rows_run_only_the_operations_that_they_ask_for():
     logits = logits_of(4, 50, seed=0)
     with Operations() as greedy:
         sample(logits, [row(temperature=0.0)] * 4)

@@ -47,7 +47,7 @@ def test_recorded_steps_of_mixed_forms_generate_what_each_form_does_alone_and_ea
 
 
 def test_a_row_that_starts_anew_has_tables_of_its_own() -> None:
-    """The memory of a row's tables is handed out again while steps before are in flight."""
+    """The memory of a row's tables is reused while earlier steps are in flight."""
     device, vocab_size = torch.device("cuda"), 5000
     logits = torch.zeros(1, vocab_size, device=device)
     sampler = Sampler(1, vocab_size, device)

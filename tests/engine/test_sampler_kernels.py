@@ -1,4 +1,4 @@
-"""The sampling kernels choose the tokens that the torch code beside them chooses."""
+"""The sampling kernels choose the same tokens as the torch code."""
 
 import math
 
@@ -30,7 +30,7 @@ def home():
 
 
 def make_sampler(rows, vocab_size, device):
-    """A sampler of these rows, which draws by kernels wherever it is."""
+    """A sampler of these rows that draws by kernels on any device."""
     sampler = Sampler(len(rows), vocab_size, device)
     sampler.start(range(len(rows)), rows)
     lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in rows]
@@ -39,7 +39,7 @@ def make_sampler(rows, vocab_size, device):
 
 
 def draw_by_kernels(logits, rows, step_masks=None):
-    """Tokens, largest logits, log-probabilities, and the sampler afterwards."""
+    """Draw by kernels: tokens, largest logits, log-probabilities, and the sampler afterwards."""
     sampler = make_sampler(rows, logits.shape[1], home())
     where = torch.arange(len(rows), device=home())
     masks = None if step_masks is None else step_masks.to(home())
@@ -356,7 +356,7 @@ def test_a_row_with_many_logprobs_leaves_those_of_its_neighbours_as_they_are():
 
 
 def sample_both_ways(logits, inputs, host_rows, **options):
-    """What a sampler of four rows chooses with torch and with kernels, and the samplers."""
+    """The choices of a sampler of four rows with torch and with kernels, and the samplers."""
     found = []
     for device, kernels in ((torch.device("cpu"), None), (home(), triton_draw)):
         sampler = Sampler(4, logits.shape[1], device)

@@ -1,4 +1,4 @@
-"""Who is computed, who waits and who gives way: the scheduler by itself, with no model."""
+"""The scheduler without a model: which sequences run, wait and are preempted."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ def test_chunks_are_as_long_as_the_stretch_of_a_step_allows() -> None:
 
 
 def test_chunks_grow_with_the_streams_that_wait() -> None:
-    """Of 64 prompts at once the first may not hold up the others for the sake of its own tokens."""
+    """Of 64 prompts at once the first may not delay the others for its own tokens."""
     chunks = ChunkSizer(stretch=2.5, least=16)
     for _ in range(50):
         chunks.record(0.002, num_decode=1, num_prompt=0)
@@ -411,7 +411,7 @@ def test_chunks_grow_with_the_streams_that_wait() -> None:
 def test_what_a_mixed_step_costs_by_itself_is_not_taken_for_the_cost_of_tokens(
     fixed: float,
 ) -> None:
-    """Else a chunk that is too slow gets smaller and slower a token, down to the least."""
+    """Otherwise a chunk that is too slow would shrink, and cost more a token, down to the least."""
     chunks, rng, num_prompt = ChunkSizer(stretch=2.5, least=32), random.Random(0), 500
     sizes = []
     for _ in range(400):

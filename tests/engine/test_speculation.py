@@ -1,7 +1,7 @@
 """Drafts change how many tokens a step gives, and nothing else.
 
 The tiny models of these tests seldom repeat themselves. Where drafts have to be accepted they come
-from an oracle: it knows what the request gets without speculation, and is wrong now and then.
+from an oracle: the tokens of the request without speculation, some of them changed at random.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True)
 
 
 class Oracle:
-    """Drafts what will come, each token wrong with some probability."""
+    """Drafts the tokens that will be generated, each wrong with some probability."""
 
     def __init__(self, sequence: Any, wrong: float, rng: random.Random, most: int = 7) -> None:
         request = sequence.request
@@ -352,7 +352,7 @@ def test_a_sequence_with_a_grammar_has_no_drafts() -> None:
 def test_nan_in_a_draft_fails_the_sequence_where_it_would_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In logits that a wrong draft led to it is not seen."""
+    """NaN in logits after a wrong draft has no effect."""
     for position, reason in ((2, "error"), (4, "length")):
         engine = with_oracle(make_speculative())
         forward = engine.model.forward
@@ -406,7 +406,7 @@ def test_an_interruption_amid_accepted_tokens_loses_none(monkeypatch: pytest.Mon
 
 
 class SpeculativeMachine(Machine):
-    """The random machine of one step ahead, with drafts of an oracle."""
+    """The random state machine of ``test_one_step_ahead``, with an oracle's drafts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, num_speculative_tokens=7)

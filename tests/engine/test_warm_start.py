@@ -1,4 +1,4 @@
-"""What a first start compiles, a second one finds on disk; and ``enforce_eager`` waits for none."""
+"""A second start finds on disk what the first compiled; ``enforce_eager`` compiles nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ triton.compile(ASTSource(kernel, signature, {"NUM_TILES": 128}), target=GPUTarge
 
 
 def start(program: str, hash_seed: int, **environment: str) -> str:
-    """What a new process prints, whose sets and dictionaries of text have an order of its own."""
+    """The output of a new process, whose sets and dictionaries of strings have another order."""
     found = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONHASHSEED": str(hash_seed)} | environment,
@@ -58,7 +58,7 @@ def start(program: str, hash_seed: int, **environment: str) -> str:
 
 
 def test_a_second_start_on_a_cpu_compiles_nothing() -> None:
-    """The first compiles what no other test, or earlier run of them, has left on disk."""
+    """The first compiles what no test before has left on disk."""
     for hash_seed in (1, 2):
         found = start(ON_A_CPU, hash_seed, CUDA_VISIBLE_DEVICES="")
     assert found.split() == ["0", "True"]
@@ -78,7 +78,7 @@ def test_a_kernel_for_a_gpu_is_found_by_the_next_process(tmp_path: Path) -> None
 def test_an_eager_engine_makes_nothing_at_its_start(
     enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither what ``warm_up`` would record and compile, nor memory for recordings."""
+    """Neither what ``warm_up`` would record and compile, nor memory for graphs."""
     warmed, eager = [], []
 
     class Watched(Runner):

@@ -13,7 +13,7 @@ KINDS = {"none": (False, None), "plain": (True, None), "norm": (True, 1e-3)}
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request, monkeypatch):
-    """Channels of tiny chunks where Triton is interpreted, so that there are several."""
+    """Where Triton is interpreted, channels consist of several tiny chunks."""
     if request.param == "triton":
         from pagetile.fused.instance_norm import triton
         from pagetile.tiles.triton.launch import INTERPRETED
@@ -43,7 +43,7 @@ def by_hand(x, residual, residual_eps, eps=1e-4, slope=0.01):
 
 
 def problem(shape, kind, dtype=F32, residual_dtype=None):
-    """``x``, what may be added, and a gradient; far from mean 0 and variance 1."""
+    """``x``, perhaps a residual, and a gradient; far from mean 0 and variance 1."""
     generator = torch.Generator().manual_seed(math.prod(shape))
     x, residual, grad = (torch.randn(shape, generator=generator) for _ in range(3))
     x, residual = (3 * x + 1).to(dtype), (2 * residual - 1).to(residual_dtype or dtype)
@@ -67,7 +67,7 @@ def run(impl, tensors, residual_eps, grad):
 
 
 def check(impl, tensors, residual_eps, grad):
-    """No further from float64 than twice the formula in the same type, and a band of rounding."""
+    """At most twice as far from float64 as the formula in the same type, plus rounding."""
 
     def formula(x, residual=None):
         return by_hand(x, residual, residual_eps)
@@ -108,7 +108,7 @@ def test_a_residual_of_another_type(impl):
 
 
 def test_an_unaligned_gradient(impl):
-    """What ``cat`` hands back is a part of another tensor, here at an odd number of floats."""
+    """``cat`` returns a view of another tensor, here at an odd number of floats."""
     (x,), residual_eps, grad = problem((1, 3, 3, 3, 3), "none")
     expected = run(impl, [x], residual_eps, grad)[1]
     x = x.to(place(impl)).requires_grad_()
@@ -146,7 +146,7 @@ def test_a_channel_does_not_see_another(impl):
 
 
 def test_a_channel_of_one_number_everywhere(impl):
-    """All that is left is zero, where a leaky ReLU's gradient is its slope."""
+    """Its output is zero, where a leaky ReLU's gradient is its slope."""
     x, grad = torch.full((1, 2, 5, 5), 7.0), torch.randn(1, 2, 5, 5)
     out, grad_x = run(impl, [x], None, grad)
     assert torch.equal(out, torch.zeros_like(x))

@@ -17,12 +17,12 @@ def impl(request):
 
 
 def place(*tensors):
-    """Where the kernel is asked to run."""
+    """Put tensors where the kernel can run."""
     return [x.cuda() if torch.cuda.is_available() else x for x in tensors]
 
 
 def problem(shape, dtype=F32):
-    """Rows of sizes from below ``EPS``'s root to far above it."""
+    """Rows with norms from below the root of ``EPS`` to far above it."""
     generator = torch.Generator().manual_seed(math.prod(shape))
     x = torch.randn(shape, generator=generator) * torch.logspace(-4, 2, shape[-2])[:, None]
     return x.to(dtype), (0.3 * torch.randn(shape[-1], generator=generator) + 0.5).to(dtype)
@@ -38,7 +38,7 @@ def by_hand(x, weight, kind):
 
 
 def check(out, x, weight, kind):
-    """No further from float64 than twice the formula in the same type, and a band of rounding."""
+    """At most twice as far from float64 as the formula in the same type, plus rounding."""
     true = by_hand(x.double(), weight.double(), kind)
     reference = by_hand(x, weight, kind)
     assert out.dtype == reference.dtype

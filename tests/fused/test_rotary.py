@@ -15,7 +15,7 @@ def impl(request):
 
 
 def place(*tensors):
-    """Where the kernel is asked to run."""
+    """Put tensors where the kernel can run."""
     return [x.cuda() if torch.cuda.is_available() else x for x in tensors]
 
 
@@ -43,7 +43,7 @@ def run(tensors, impl, mirror, *, is_shared=False):
 
 
 def check(found, tensors, *, is_shared=False):
-    """No further from float64 than twice the formula in the same type, and a band of rounding."""
+    """At most twice as far from float64 as the formula in the same type, plus rounding."""
     *given, cos, sin = tensors
     for computed, x in zip(found, given, strict=True):
         true = by_hand(x.double(), cos.double(), sin.double(), is_shared)
@@ -68,7 +68,7 @@ def check(found, tensors, *, is_shared=False):
         (40, 6, True),
     ],
 )
-def test_every_head_is_turned_by_the_formula(impl, size, n, is_shared, dtype, mirror):
+def test_every_head_is_rotated_by_the_formula(impl, size, n, is_shared, dtype, mirror):
     tensors = problem(size=size, n=n, dtype=dtype)
     check(run(tensors, impl, mirror, is_shared=is_shared), tensors, is_shared=is_shared)
 
@@ -76,7 +76,7 @@ def test_every_head_is_turned_by_the_formula(impl, size, n, is_shared, dtype, mi
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 700])
-def test_large_models_heads_are_turned_by_the_formula(num_tokens, dtype, mirror):
+def test_large_models_heads_are_rotated_by_the_formula(num_tokens, dtype, mirror):
     tensors = problem(num_tokens, (32, 8), 128, 128, dtype)
     check(run(tensors, "triton", mirror), tensors)
 

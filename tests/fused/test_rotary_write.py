@@ -16,7 +16,7 @@ def impl(request):
 
 
 def by_hand(x, weight, eps, kind, cos, sin, is_shared):
-    """Of float64 heads ``[num_tokens, heads, size]``."""
+    """The result for float64 heads ``[num_tokens, heads, size]``."""
     if weight is not None:
         x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + (kind == "shifted"))
     if cos is None:
@@ -24,9 +24,9 @@ def by_hand(x, weight, eps, kind, cos, sin, is_shared):
     if is_shared:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     n = cos.shape[-1]
-    turned, rest = x[..., :n], x[..., n:]
-    half = torch.cat((-turned[..., n // 2 :], turned[..., : n // 2]), -1)
-    return torch.cat((turned * cos[0][:, None] + half * sin[0][:, None], rest), -1)
+    rotary, rest = x[..., :n], x[..., n:]
+    half = torch.cat((-rotary[..., n // 2 :], rotary[..., : n // 2]), -1)
+    return torch.cat((rotary * cos[0][:, None] + half * sin[0][:, None], rest), -1)
 
 
 def draw(heads, n, dtype, num_tokens=NUM_TOKENS):

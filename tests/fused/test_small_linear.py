@@ -57,7 +57,7 @@ def run(tensors, activation, kind, impl, mirror):
 
 
 def in_float64(tensors, activation, kind):
-    """By hand, and by torch's operations one after the other in the type of the operands."""
+    """The product in float64, and by torch's separate operations in the operands' type."""
     found = []
     for wide in (True, False):
         t = {name: x.double() if wide else x for name, x in tensors.items()}
@@ -72,7 +72,7 @@ def in_float64(tensors, activation, kind):
 
 
 def check(tensors, activation, kind, impl, mirror):
-    """No further from float64 than twice the separate operations, and a band of rounding."""
+    """At most twice as far from float64 as the separate operations, plus rounding."""
     out = run(tensors, activation, kind, impl, mirror)
     true, own = in_float64(tensors, activation, kind)
     assert (out.dtype, out.shape) == (tensors["x"].dtype, true.shape)
@@ -153,7 +153,7 @@ RESIDENT = [(1024, 4096, ""), (2048, 1024, ""), (1024, 3072, "silu"), (3072, 102
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("kind", ["", *KINDS])
 @pytest.mark.parametrize(("size", "num_columns", "activation"), RESIDENT)
-def test_weights_that_wait_in_registers(size, num_columns, activation, kind, dtype, mirror):
+def test_weights_held_in_registers(size, num_columns, activation, kind, dtype, mirror):
     is_hopper_or_skip()
     for num_rows, has in ((1, {}), (8, {"residual": True}), (11, {"bias": True}), (33, {})):
         tensors = problem(num_rows, size, num_columns, dtype, activation, kind, **has)
@@ -203,11 +203,11 @@ def test_hopper_names_the_reason_of_each_refusal():
 
 
 def ask(predicate, num_rows, num_columns, size, dtype, *device, **options):
-    """Without what was found before."""
+    """Ask anew, without cached answers."""
     return predicate.__wrapped__(Problem(num_rows, size, num_columns, dtype, **options), *device)
 
 
-def test_weights_wait_in_registers_where_they_fit_on_hopper(monkeypatch):
+def test_weights_are_held_in_registers_where_they_fit_on_hopper(monkeypatch):
     monkeypatch.setattr(plan, "MOST_RESIDENT", 16)
     hopper = DeviceInfo("cuda", 132, capability=(9, 0))
     asked = partial(ask, is_resident)
@@ -276,7 +276,7 @@ def test_partial_products_add_up(impl, num_rows, size, dtype, mirror):
     assert (parts.double().sum(0) - true).norm() <= 1e-5 * true.norm()
 
 
-def test_products_of_few_columns_are_cut_into_parts():
+def test_products_of_few_columns_are_split():
     assert ask(is_faster_in_parts, 8, 1024, 3072, BF16)
     assert not ask(is_faster_in_parts, 4, 1024, 3072, BF16)
     assert not ask(is_faster_in_parts, 128, 1024, 3072, BF16)
@@ -293,7 +293,7 @@ def test_products_of_few_columns_are_cut_into_parts():
 @pytest.mark.parametrize(
     ("size", "num_columns"), [(2048, 1024), (3072, 1024), (1032, 72), (520, 70), (64, 24)]
 )
-def test_partial_products_by_the_copy_engine(size, num_columns, num_rows, dtype, mirror):
+def test_partial_products_by_tma(size, num_columns, num_rows, dtype, mirror):
     is_hopper_or_skip()
     tensors = problem(num_rows, size, num_columns, dtype)
     with mirror(*tensors.values(), impl="triton") as (x, weight):
@@ -388,7 +388,7 @@ def test_weights_that_stream_through_shared_memory(size, num_columns, activation
 @pytest.mark.parametrize(("size", "num_columns"), [(14336, 4096), (4096, 4096), (16384, 1024)])
 @pytest.mark.parametrize("num_rows", [2, 9, 17, 64])
 def test_partial_products_of_large_weights(size, num_columns, num_rows, mirror):
-    test_partial_products_by_the_copy_engine(size, num_columns, num_rows, BF16, mirror)
+    test_partial_products_by_tma(size, num_columns, num_rows, BF16, mirror)
 
 
 @pytest.mark.gpu
@@ -426,7 +426,7 @@ def test_parts_of_streamed_weights_are_whole_tiles():
 
 
 def test_a_gated_product_of_many_rows_has_no_wide_tiles():
-    """Of 128 columns they would leave room for five slots."""
+    """Tiles of 128 columns would leave room for five slots."""
     tiles = {rows: plan.plan_ring(Problem(rows, 4096, 14336, BF16, True)) for rows in (32, 33)}
     assert {rows: found.tile_n for rows, found in tiles.items()} == {32: 128, 33: 64}
     assert tiles[33].stages > 5

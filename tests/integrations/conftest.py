@@ -1,4 +1,4 @@
-"""What the tests of the drop-ins share."""
+"""Fixtures of the tests of the drop-ins."""
 
 import pytest
 

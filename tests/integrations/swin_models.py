@@ -121,7 +121,7 @@ def result(output):
 
 
 def gradients(model, x):
-    """What the model gives, and the gradient of x and of every parameter, by name."""
+    """The model's output, and the gradients of x and of every parameter, by name."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     out = result(model(x))

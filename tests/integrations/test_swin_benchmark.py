@@ -1,4 +1,4 @@
-"""The gate before the benchmark of a training step lets right results through, and no others."""
+"""The correctness gate of the training-step benchmark accepts right results and no others."""
 
 import torch
 from benchmarks.swin_unetr import PAGETILE, SwinUnetrCase
@@ -30,7 +30,7 @@ def spoil_norms(monkeypatch):
 
 
 def test_the_gate_of_the_benchmark_can_fail(monkeypatch):
-    """The encoder has no norms of this kind, and the blocks no attention: each fails for itself."""
+    """The encoder has no norms of this kind, and the blocks no attention, so each fails alone."""
     framework("monai.networks.nets")
     case = SwinUnetrCase("tiny", (16, 16, 32), 12, device="cpu")
     # A whole step needs a larger volume: the test below.

@@ -1,4 +1,4 @@
-"""What is patched around MONAI's attention: blocks, patch mergings, and the U-Net's norms."""
+"""The modules patched around MONAI's attention: blocks, patch mergings, and the U-Net's norms."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def block_of(model, index):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_block_in_a_foreign_layer_takes_its_arguments(index, attentions):
-    """A dense mask is the caller's, and no mask is none, whatever the shift."""
+    """Dense masks are passed on, and without a mask none is applied, whatever the shift."""
     model = monai().double().eval()
     block = block_of(model, index)
     x = torch.randn(1, 6, 6, 6, 12, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_hooks_of_an_attention_see_windows(part):
 
 
 def test_dropouts_draw_whatever_the_rest_does():
-    """As where a model in evaluation is asked several times, with its dropouts at work."""
+    """As in Monte-Carlo dropout, where a model in evaluation runs with its dropouts enabled."""
     model, x = monai(drop_rate=0.3).eval(), torch.randn(1, 1, 12, 12, 12)
     swin.patch(model)
     assert all(map(torch.equal, model(x), model(x)))
@@ -102,7 +102,7 @@ def test_a_layer_that_is_no_plain_linear_sees_windows(attentions):
 
 
 def test_under_a_compiler_windows_are_cut_as_before(monkeypatch):
-    """It would want an index for each size."""
+    """An index would have to be compiled for each size."""
     model, x = monai().eval(), torch.randn(1, 1, 12, 12, 12)
     swin.patch(model)
     expected = model(x)
@@ -274,7 +274,7 @@ def test_metadata_passes_through_a_norm(norms):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_unet_on_a_gpu_is_as_close_to_float64_as_the_original(dtype):
-    """The decoder too. Its many norms make what is left of a rounding error a matter of luck."""
+    """The decoder as well, whose many norms amplify rounding errors unpredictably."""
 
     def run(model, x):
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -291,7 +291,7 @@ def test_a_unet_on_a_gpu_is_as_close_to_float64_as_the_original(dtype):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # torch's own doing
 def test_a_unet_on_a_gpu_may_be_graphed():
-    """What torch makes of it computes the same of other images, too."""
+    """The graphs compute the same for other images."""
     model = SMALL.model().cuda().train()
     swin.patch(model)
     images = [torch.randn(SMALL.shape, device="cuda") for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Region ids stand for what the mask says now, whatever it said before."""
+"""Region ids equal the mask's present content, whatever it was before."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def regions():
 
 
 def said(arguments):
-    """The dense mask that arguments of ``window_attention`` stand for."""
+    """The dense mask that arguments of ``window_attention`` describe."""
     if "mask" in arguments:
         return arguments["mask"]
     return dense_mask(arguments["regions"]) * (arguments["mask_value"] / -100)
@@ -73,7 +73,7 @@ def test_a_mask_changed_in_place_is_read_again(change):
 
 
 def test_a_mask_in_the_memory_of_another_is_read_again():
-    """An allocator hands out the same address again, and a new tensor counts from zero."""
+    """An allocator reuses an address, and a new tensor's version counter starts at zero."""
     memory, storage = RegionMemory(), dense_mask(regions()).clone()
     first = torch.empty(0).set_(storage.untyped_storage(), 0, storage.shape)
     memory.of_mask(first)
@@ -136,7 +136,7 @@ def test_regions_made_under_a_mode_are_not_kept():
 
 
 def test_masks_of_inference_mode_stay_dense():
-    """They do not count their changes, so nothing read from them could be kept."""
+    """They have no version counter, so a cached result could be stale."""
     with torch.inference_mode():
         mask = dense_mask(regions())
         assert RegionMemory().of_mask(mask)["mask"] is mask
@@ -185,7 +185,7 @@ def test_timm_resized_after_patching():
 
 
 def test_inference_then_training():
-    """What inference mode leaves behind must not be saved for a gradient."""
+    """Tensors made in inference mode must not be saved for a gradient."""
     for name in ("monai-2d", "timm-v1", "timm-v2", "torchvision-v1", "transformers-v2"):
         model, x = CASES[name].model(), CASES[name].input()
         swin.patch(model)

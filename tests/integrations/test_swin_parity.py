@@ -12,7 +12,7 @@ ATTENTION = ("bias_table", "logit_scale", "qkv", "q_proj", "k_proj", "cpb_mlp", 
 
 
 def assert_same(found, expected, tolerance=1e-9):
-    """Relative to the largest gradient of all: a key's bias has none but rounding."""
+    """Errors relative to the largest gradient of all: a key bias's own is only rounding."""
     assert found.keys() == expected.keys()
     largest = max(value.abs().max() for value in expected.values() if value is not None)
     for name, value in expected.items():
@@ -112,7 +112,7 @@ def errors(case, run, device="cpu"):
 
 
 def by_kind(values):
-    """Norms of the parameters that all layers have: of few numbers one error says little."""
+    """Norms over all layers of each kind of parameter, which have more numbers than one layer's."""
     squares = {}
     for name, value in values.items():
         kind = re.sub(r"\.\d+", "", name)
@@ -121,7 +121,7 @@ def by_kind(values):
 
 
 def assert_as_close(found, rounding):
-    """Twice the original's error, and a band."""
+    """Allow twice the original's error, plus rounding."""
     (original, patched), sizes = found
     largest = max(sizes.values())
     for key, error in patched.items():
@@ -202,7 +202,7 @@ def test_gradient_checkpointing_elsewhere(name, attentions):
 
 @pytest.mark.parametrize("name", ["monai-2d", "timm-v2", "transformers-v1"])
 def test_compiled(name):
-    """The tracer sees one operator; what the rest of the graph becomes is the framework's."""
+    """The tracer sees one operator; the framework decides the rest of the graph."""
     case = CASES[name]
     model, x = case.model().double(), case.input().double()
     expected = gradients(model, x)
@@ -217,7 +217,7 @@ def test_compiled(name):
 
 
 def test_metadata_of_monai_stays(attentions):
-    """MONAI's images are tensors that remember where they come from."""
+    """MONAI's images are tensors with metadata."""
     from monai.data import MetaTensor
 
     model, x = monai().eval(), torch.randn(1, 1, 12, 12, 12)

@@ -1,4 +1,4 @@
-"""Patching can be undone, falls back where it must, and proves each module before it patches."""
+"""Patching can be undone, falls back where it has to, and compares each module before patching."""
 
 import copy
 import io
@@ -142,7 +142,7 @@ def test_replacement_classes_shadow_no_attribute_of_the_frameworks(name):
 
 
 def test_threads_share_a_patched_model():
-    """Each thread has its own size of map, so they compete for the cache of region ids."""
+    """Each thread has its own map size, so they compete for the cache of region ids."""
     model = CASES["timm-v2-dynamic"].model()
     sizes = [(72, 120), (64, 88), (96, 72), (40, 120)]
     images = [torch.randn(1, 3, *size) for size in sizes]
@@ -611,7 +611,7 @@ def test_the_report_names_every_module():
 
 
 class Squares(torch.utils._python_dispatch.TorchDispatchMode):
-    """The shapes that operations give which span the tokens of a window twice."""
+    """Records the shapes of operations' results with two dimensions of a window's tokens."""
 
     def __init__(self, sizes):
         super().__init__()

@@ -1,4 +1,4 @@
-"""vLLM's cache operators: what is written, copied and converted, and what stays as it was."""
+"""vLLM's cache operators: what is written, copied and converted, and what is left unchanged."""
 
 import math
 

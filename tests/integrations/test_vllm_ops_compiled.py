@@ -128,7 +128,7 @@ def test_a_plan_gives_every_multiprocessor_work():
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """What launchers are made for; each call ends with InterruptedError there."""
+    """The parameters of launchers that calls ask for; each call ends with InterruptedError."""
     made = []
 
     def make_launcher(*arguments):
@@ -144,7 +144,7 @@ def kinds(monkeypatch):
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_a_common_call_is_known_to_be_aligned(version, dtype, kinds, mirror):
-    """Otherwise the compiler copies element by element, and cannot copy ahead."""
+    """Otherwise the compiler copies element by element, and cannot use cp.async."""
     call = make_call(decode_case((40, 600), dtype=dtype, num_heads=6, num_kv_heads=2))
     with pytest.raises(InterruptedError):
         call.run(vllm_ops, version, mirror, "cpu")
@@ -157,7 +157,7 @@ def test_a_common_call_is_known_to_be_aligned(version, dtype, kinds, mirror):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_offsets_within_32_bits_hold_every_head(version, kinds, monkeypatch, mirror):
-    """Of queries whose heads lie apart, further than anything else that is multiplied."""
+    """The heads of queries lie further apart than anything else whose offset is computed."""
     call = make_call(decode_case((40, 600), dtype=F32, num_heads=6, num_kv_heads=2))
     num_seqs, heads, size = call.query.shape
     call.query = call.query.new_zeros(heads, 1000, size)[:, :num_seqs].transpose(0, 1)

@@ -23,7 +23,7 @@ def match(index, token_ids, salt=None):
 
 
 class LastByte(PrefixIndex):
-    """Tokens that agree in the low byte of their last id collide, whatever stands before."""
+    """A hash of the low byte of the last token id only, so that many tokens collide."""
 
     @staticmethod
     def _digest(data):
@@ -31,7 +31,7 @@ class LastByte(PrefixIndex):
 
 
 class Verbatim(PrefixIndex):
-    """The digest is what is hashed, so digests are equal only if encodings are."""
+    """The digest is the hashed bytes, so digests are equal only if encodings are."""
 
     @staticmethod
     def _digest(data):
@@ -47,7 +47,7 @@ def test_an_index_is_made_with_its_pool(pool):
 
 
 def test_a_block_that_the_pool_hands_out_again_is_not_found():
-    """Else a sequence reads keys and values of other tokens."""
+    """Otherwise a sequence would read keys and values of other tokens."""
     pool = BlockPool(1, block_size=2)
     index = PrefixIndex(pool)
     [block] = pool.allocate()
@@ -379,7 +379,7 @@ def test_tokens_that_are_no_integers_of_64_bits_are_refused(tokens):
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 4, 7, 8, 11, 20])
 def test_a_chain_goes_on_after_a_rollback(num_tokens):
-    """As a new one of the tokens that are left and those that come instead."""
+    """It equals a new chain of the remaining tokens and those that replace the others."""
     index = make(4)
     tokens = list(range(100, 111))
     hashes = index.block_hashes()

@@ -1,8 +1,8 @@
 """BlockPool, PrefixIndex and BlockTable driven together against a model made of plain lists.
 
-The model has a memory: for every slot, the salt and all tokens up to the one written there,
-which is what keys and values depend on. So a prefix hit that holds other tokens, or a write
-that reaches another sequence, is seen in the content itself.
+The model stores for every slot the salt and all tokens up to the one written there, on which keys
+and values depend. So it shows from the content whether a prefix hit has other tokens, or a write
+reaches another sequence.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ CASES = (
 
 
 class WeakIndex(PrefixIndex):
-    """Eight digests for everything: nearly every lookup meets a collision."""
+    """A hash with eight digests, so that nearly every lookup collides."""
 
     @staticmethod
     def _digest(data):
@@ -52,7 +52,7 @@ class WeakIndex(PrefixIndex):
 
 
 class Sequence:
-    """What the model knows of one sequence, beside the objects under test."""
+    """The model's state of one sequence, and the objects under test."""
 
     def __init__(self, table, hashes, salt):
         self.table, self.hashes, self.salt = table, hashes, salt
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
     # What several rules need.
 
     def match(self, sequence, tokens, max_blocks=None):
-        """Look up ``tokens``; whatever is found must hold exactly them."""
+        """Look up ``tokens``; the blocks that are found must have exactly these."""
         sequence.hashes.extend(tokens)
         found = self.index.match(sequence.hashes, max_blocks)
         histories = [(sequence.salt, *tokens[: end + 1]) for end in range(len(tokens))]
@@ -130,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
         return found
 
     def write(self, sequence, tokens):
-        """Append and write ``tokens``; False if the pool is too small, and then nothing changed."""
+        """Append and write ``tokens``; False, and no change, if the pool is too small."""
         start, end = len(sequence.tokens), len(sequence.tokens) + len(tokens)
         copies_last = (
             bool(tokens)

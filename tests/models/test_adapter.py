@@ -17,7 +17,7 @@ from pagetile.models import attention as attention_module
 from pagetile.testing.models import ADAPTED, FAMILIES, UNUSUAL, tiny_model
 
 LENGTHS = (5, 19, 31)  # the longer ones reach past every window, twice
-NOWHERE = 2147480000  # past the end of a table row anything may stand
+NOWHERE = 2147480000  # a block id past the end of a table row, which may be anything
 
 
 def sequences_of(vocab_size: int, seed: int = 0) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def eager_logits(model, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def row_errors(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Relative to the spread of a token's logits."""
+    """Errors relative to the spread of a token's logits."""
     logits, expected = logits.double(), expected.double()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return (logits - expected).norm(dim=-1) / spread

@@ -1,4 +1,4 @@
-"""Experts of a mixture, replaced by a computation that waits for no routing."""
+"""Experts of a mixture, replaced by a computation that never waits for the routing on the host."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TOKENS = torch.arange(40)[None] * 31 % 90 + 3
 
 
 class WaitingError(Exception):
-    """An operation would have made the host wait for a GPU."""
+    """An operation that would make the host wait for a GPU."""
 
 
 class RefusingToWait(TorchDispatchMode):
-    """Raises where an operation's result has a shape or a number that only the device knows."""
+    """Raises if the host needs an operation's result to continue."""
 
     WAITS = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "is_nonzero", "equal")
 
@@ -41,7 +41,7 @@ def mixtures(model) -> list[nn.Module]:
 
 
 def set_experts(model, name: str) -> None:
-    """What Transformers computes its experts with."""
+    """The implementation with which Transformers computes its experts."""
     for config in collect_configs(model):
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation_internal = name

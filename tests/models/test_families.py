@@ -85,7 +85,7 @@ def test_the_model_generates_by_itself_before_and_after(family):
     assert model.generate(prompt, **options).tolist() == before
 
 
-# What a model's attention is made of is read from the model.
+# The parts of a model's attention are read from the model.
 
 
 def change_slopes(monkeypatch, change) -> None:
@@ -140,7 +140,7 @@ def test_gptj_rotates_as_much_as_it_says(rotary_dim):
     assert_exact(model)
 
 
-# What is not what it seems is refused.
+# Models that differ from their family are refused.
 
 
 def attention_modules(model) -> list:
@@ -189,7 +189,7 @@ def test_weights_that_the_attention_changes_are_refused(family):
         load_model(model)
 
 
-def test_a_bias_that_bends_far_beyond_the_proof_is_refused(monkeypatch):
+def test_a_bias_that_changes_far_beyond_the_proof_is_refused(monkeypatch):
     from transformers.models.mpt import modeling_mpt
 
     own = modeling_mpt.build_mpt_alibi_tensor
@@ -234,7 +234,7 @@ def test_a_rounded_bias_needs_more_than_8_bits():
 
 
 def test_a_driven_model_builds_no_mask():
-    """Masks of a packed row would hide keys of the cache, or show those of other sequences."""
+    """A mask for the packed rows would hide cached keys, or show keys of other sequences."""
     for family in ("bloom", "falcon", "gptj", "gpt_neo"):
         model, seen = tiny_model(family), []
         hook = attention_modules(model)[0].register_forward_pre_hook(
@@ -252,7 +252,7 @@ def test_a_driven_model_builds_no_mask():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", [*ADAPTED, *EXPERTS])
 def test_a_decode_step_is_recorded(family, dtype):
-    """One graph, replayed with other tokens, gives the logits of the step run as it is."""
+    """One graph, replayed with other tokens, gives the logits of the step run eagerly."""
     paged = load_model(tiny_model(family, dtype=dtype), device="cuda")
     cache = KVCache(paged.layers, BlockPool(8, 16), dtype=dtype, device="cuda")
     for blocks in (*cache.k, *cache.v):

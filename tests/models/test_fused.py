@@ -1,4 +1,4 @@
-"""What of a model is replaced while it is driven, what is not, and that nothing stays behind."""
+"""Which modules of a model are replaced while it runs, and that no trace is left afterwards."""
 
 import copy
 
@@ -16,7 +16,7 @@ from pagetile.testing.models import tiny_model
 
 @pytest.fixture(autouse=True)
 def only_modules(monkeypatch):
-    """Norms and rotary embeddings alone: whole layers have their own tests."""
+    """Replace only norms and rotary embeddings: whole layers have their own tests."""
     monkeypatch.setattr(
         paged_model, "fuse", lambda model, attention, limit, found, impl: Fusion([*found])
     )
@@ -24,7 +24,7 @@ def only_modules(monkeypatch):
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request, monkeypatch):
-    """What a model loaded from here on is driven with, on the CPU as on a GPU."""
+    """Which implementation models loaded from here on run, on the CPU as on a GPU."""
     monkeypatch.setattr(paged_model, "find_impl", lambda device, dtype: request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""Which decoder layers are fused, that they compute the same, and that a model stays a model."""
+"""Which decoder layers are fused, that they compute the same, and that the model is unchanged."""
 
 import copy
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ LIKE_LLAMA = ("llama", "qwen2", "qwen3", "mistral", "gemma2")  # others have all
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request, monkeypatch):
-    """What a model loaded from here on is driven with, on the CPU as on a GPU."""
+    """Which implementation models loaded from here on run, on the CPU as on a GPU."""
     if request.param == "triton" and torch.cuda.is_available():
         pytest.skip("the models are on the CPU: tests/engine runs fused layers on a GPU")
     monkeypatch.setattr(paged_model, "find_impl", lambda device, dtype: request.param)
@@ -74,7 +74,7 @@ def test_layers_of_the_common_structure_are_fused(family, dtype, reference):
         ("deepseek_v3", "the products of its attention give"),
     ],
 )
-def test_layers_of_another_structure_are_not(family, reason, reference):
+def test_layers_of_another_structure_are_not_fused(family, reason, reference):
     model = tiny_model(family)
     paged = load_model(model)
     assert len(paged.fused_layers) == 3
@@ -160,7 +160,7 @@ def test_any_number_of_tokens_is_as_near_to_the_truth_on_a_gpu(num_tokens, wide,
 
 
 class ClampedLinear(nn.Linear):
-    """As OLMo's ``clip_qkv``: a limit that no number reaches as the weights are."""
+    """As OLMo's ``clip_qkv``: a limit that no number reaches with these weights."""
 
     def forward(self, x):
         return super().forward(x).clamp(-30, 30)
@@ -298,7 +298,7 @@ def storage_of(tensor):
 
 @pytest.mark.parametrize("family", [*FUSED, *PARTLY_FUSED])
 def test_merged_weights_are_the_models_own_parameters(family, reference, monkeypatch):
-    """Those that a step reads: queries, keys and values at once, and the gate with the other."""
+    """Merged weights: queries, keys and values at once, and the gate with the up projection."""
     model = tiny_model(family)
     paged = load_model(model)
     parameters = [*model.parameters()]

@@ -1,4 +1,4 @@
-"""A directory is read, quietly and from itself alone, or refused in one clear line."""
+"""A directory is loaded without output and without other files, or refused with a clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact or refused: what is refused, when, and in which words."""
+"""A model runs exactly or is refused: which are refused, when, and with which message."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_layer_that_does_not_call_the_interface_is_refused():
 
 
 def break_attention(model, monkeypatch, **changes) -> None:
-    """Make what a model tells its attention function differ from what its eager forward does."""
+    """Make what a model passes to its attention function differ from its eager forward."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     get_interface = type(ALL_ATTENTION_FUNCTIONS).get_interface

@@ -8,17 +8,17 @@ SIZE, BASE = 1 << 17, 384
 
 
 class StagingMemory:
-    """Stands in for the functions of the same names; programs are interpreted one by one."""
+    """Replaces the functions of the same names; programs are interpreted one by one."""
 
     def __init__(self):
         self.bytes = np.zeros(SIZE, np.uint8)
         self.end = 0
-        self.is_settled = True
+        self.is_fenced = True
         self.prefetched = []
         """Where each prefetch begins and ends."""
 
     def staging_address(self, size):
-        """New memory, as far as the program knows: full of bytes that no kernel stored."""
+        """Memory for a program: full of bytes that no kernel stored."""
         self.bytes[:] = 0xFF
         self.end = BASE + _array(size).item() - 127  # the line may begin up to 127 bytes later
         assert self.end <= SIZE
@@ -33,7 +33,7 @@ class StagingMemory:
         if is_aligned:
             assert (_array(at) % 16 == 0).all()
         counts = np.full(at.shape, 8) if count is None else _array(count)
-        self.is_settled = False
+        self.is_fenced = False
         for place, number in enumerate(numbers):
             values = _array(number)
             vector = 16 // values.itemsize if is_aligned else 1  # all of one, or nothing
@@ -66,7 +66,7 @@ class StagingMemory:
         self.prefetched.append((int(at), int(at + size)))
 
     def fence_staging(self, bulk):
-        self.is_settled = True
+        self.is_fenced = True
 
     def wait_bulk_stores(self):
         pass
@@ -80,7 +80,7 @@ class StagingMemory:
                 self._move(start, address, size)
 
     def _move(self, start, address, size):
-        assert self.is_settled
+        assert self.is_fenced
         assert BASE <= start <= start + size <= self.end
         chunk = self.bytes[start : start + size].tobytes()
         ctypes.memmove(int(address), chunk, int(size))

@@ -1,4 +1,4 @@
-"""attention against float64, forward and backward, on every implementation that runs here."""
+"""``attention`` against float64, forward and backward, on every implementation that runs here."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ GRADIENTS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: ragged, or dense if all sequences are to be alike (``batch`` of the first)."""
+    """A batch: ragged, or dense with ``batch`` sequences of the first lengths."""
 
     query_lens: tuple[int, ...] = (5,)
     seq_lens: tuple[int, ...] = (7,)
@@ -84,7 +84,7 @@ class Inputs:
             }
 
     def block_mask(self):
-        """A random mask; the first block of rows sees nothing."""
+        """A random mask; the first block of rows attends to nothing."""
         case = self.case
         per_batch, per_head = case.mask_per in ("batch", "both"), case.mask_per in ("head", "both")
         sizes = (case.query_lens[0], case.seq_lens[0])
@@ -101,7 +101,7 @@ class Inputs:
         return torch.randn(shape, generator=self.random)
 
     def tensor(self, *shape):
-        """Every other row of a larger tensor of NaN, its heads before its rows."""
+        """Every other row of a larger tensor of NaN, with heads before rows in memory."""
         *outer, heads, size = shape
         buffer = torch.full((heads + 1, *outer, size + 8), math.nan, dtype=self.case.dtype)
         view = buffer[1:, ..., :size].movedim(0, -2)
@@ -141,8 +141,8 @@ class Expected:
 
 
 def expect(inputs):
-    """Results in float64, and how far from them one may lie: twice eager torch's own error, and
-    what rounding alone does to the sums that these are. ``lse`` is float32 throughout."""
+    """Results in float64, and their tolerance: twice eager torch's error, plus the effect of
+    rounding on these sums. ``lse`` is float32 throughout."""
     case = inputs.case
     result, grads = inputs.run("reference", F64)
     exact = dict(zip(("out", "lse", *GRADIENTS, "sinks"), (*result, *grads), strict=False))
@@ -154,7 +154,7 @@ def expect(inputs):
         for name, part in parts.items():
             where = ... if name == "sinks" else keys if name in "kv" else rows
             eager[name][where] += part.to(eager[name].dtype)
-        sizes = spreads(inputs, rows, keys)
+        sizes = rounding_effects(inputs, rows, keys)
         scores = max(scores, sizes.pop("scores", 0.0))
         spread |= {name: max(spread[name], sizes[name]) for name in sizes if name in spread}
     u, u32 = torch.finfo(case.dtype).eps / 2, torch.finfo(F32).eps / 2
@@ -173,7 +173,7 @@ def run_eager(inputs, rows, keys, dtype):
     places = zip("qkv", (rows, keys, keys), strict=True)
     leaves = {name: getattr(inputs, name)[where].detach().to(dtype) for name, where in places}
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
-    options = settle(inputs, rows)
+    options = options_of(inputs, rows)
     if options["sinks"] is not None:
         leaves["sinks"] = options["sinks"] = options["sinks"].clone().requires_grad_()
     out, lse = attend(*(leaves[name] for name in "qkv"), **options)
@@ -187,7 +187,7 @@ def run_eager(inputs, rows, keys, dtype):
     return parts
 
 
-def settle(inputs, seq):
+def options_of(inputs, seq):
     """The options of one sequence, with the default scale filled in and its mask expanded."""
     options, case = dict(inputs.options), inputs.case
     if options["softmax_scale"] is None:
@@ -199,9 +199,9 @@ def settle(inputs, seq):
     return options
 
 
-def spreads(inputs, rows, keys):
-    """How far each result moves when its terms are rounded by one part in one, independently."""
-    case, options = inputs.case, settle(inputs, rows)
+def rounding_effects(inputs, rows, keys):
+    """How far each result moves when its terms have independent relative errors of 1."""
+    case, options = inputs.case, options_of(inputs, rows)
     group = case.num_heads // case.num_kv_heads
     q, d_out = inputs.q[rows].double(), inputs.d_out[rows].double()
     k, v = (t[keys].double().repeat_interleave(group, 1) for t in (inputs.k, inputs.v))
@@ -236,7 +236,7 @@ def spreads(inputs, rows, keys):
 
 
 def differences(result, expected):
-    """Absolute, in float64; infinite where only one side is -inf, or either is NaN."""
+    """Absolute differences in float64; infinite where only one side is -inf, or either is NaN."""
     assert result.shape == expected.shape
     result, expected = result.double().cpu(), expected.double().cpu()
     errors = torch.where(result == expected, 0.0, (result - expected).abs())
@@ -412,7 +412,7 @@ def test_every_launch_begins_with_its_first_tile(size, lengths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_on_a_gpu_where_a_sequence_is_nan(size):
-    """All parts of a gradient are added to one sum, and only what belongs to it."""
+    """Gradients are added into one sum, which must not mix sequences."""
     q, k, v = (torch.randn(3, 300, h, size, dtype=BF16, device="cuda") for h in (4, 2, 2))
     grads = []
     for value in (1.0, math.nan):
@@ -446,7 +446,7 @@ def test_gradients_have_the_same_bits_where_torch_is_to_give_them(size):
 @pytest.mark.interpret
 @pytest.mark.parametrize("has_d_lse", [False, True])
 def test_rows_beyond_a_sequence_have_no_weights(has_d_lse):
-    """A tile of queries may end behind its sequence: on Hopper all are as long."""
+    """A tile of queries may extend past its sequence: on Hopper all have one length."""
     from pagetile.ops.attention.problem import Problem
     from pagetile.ops.attention.triton_backward import prepare
 
@@ -467,7 +467,7 @@ def test_rows_beyond_a_sequence_have_no_weights(has_d_lse):
 
 @pytest.mark.interpret
 def test_sums_of_gradients_are_scaled_and_rounded():
-    """From whole tiles to rows that exist, and from a tile's columns to the head's."""
+    """From whole tiles to the rows that exist, and from a tile's columns to the head's."""
     from pagetile.ops.attention.hopper_backward import make_finish
 
     device = "cuda" if ON_GPU else "cpu"
@@ -501,7 +501,7 @@ GRADCHECKED = [
 
 
 @pytest.mark.parametrize("case", GRADCHECKED, ids=str)
-def test_gradients_of_the_reference_are_slopes(case):
+def test_gradients_of_the_reference_match_finite_differences(case):
     inputs = Inputs(case)
     leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     sinks = inputs.options.pop("sinks")
@@ -725,7 +725,7 @@ def test_a_window_over_everything_hides_nothing(lengths, impl, window, causal):
 
 @pytest.mark.parametrize("length", [65, 129, 193])
 def test_a_row_has_the_same_bits_on_any_number_of_threads_and_in_any_batch(length):
-    """The last tile of rows may have one row, and where tiles end depends on both."""
+    """The last tile may have one row, and where tiles end depends on both."""
     x = torch.randn(1, length, 2, 64)
     before = torch.get_num_threads()
     try:

@@ -1,4 +1,4 @@
-"""Every wrong argument of attention is named, with what was given, expected and to be done."""
+"""Every wrong argument of attention is named, with its value, the expected one and a remedy."""
 
 import pytest
 import torch

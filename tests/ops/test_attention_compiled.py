@@ -14,8 +14,8 @@ from tools.sass import (
     disassemble,
     list_instructions,
     loops_that_multiply,
-    reads_of_nothing,
     resources,
+    uninitialised_reads,
 )
 from triton.backends.compiler import GPUTarget
 
@@ -57,7 +57,7 @@ def test_gradients_of_queries_stay_in_registers(size, causal, length, tmp_path):
     found = launchers(BF16, size, causal=causal, length=length)
     ptx = assert_fits(found.queries, tmp_path)
     assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor" in ptx  # tiles come by the copy engine
+    assert "cp.async.bulk.tensor" in ptx  # tiles are loaded by TMA
     assert_fits(backward.make_prepare(BF16, size, is_aligned=True, has_d_lse=False), tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_gradients_of_keys_spill_little(size, group, tmp_path):
     ids=str,
 )
 def test_other_gradients_spill_what_is_known(dtype, size, keys, queries, tmp_path):
-    """Tiles that were the fastest on an H200 in spite of it."""
+    """The tiles that were fastest on an H200, in spite of the spilling."""
     found = launchers(dtype, size)
     assert_fits(found.keys, tmp_path, keys)
     assert_fits(found.queries, tmp_path, queries)
@@ -152,11 +152,11 @@ HOPPER_GRADIENTS = [
 
 @pytest.mark.parametrize(("size", "group", "causal", "window", "end", "spilled"), HOPPER_GRADIENTS)
 def test_gradients_on_hopper(size, group, causal, window, end, spilled, tmp_path):
-    """Five products a tile, none of which waits for the one before it."""
+    """Five products a tile, each of which runs without a wait for the one before."""
     launcher = hopper.make_launcher(BF16, size, group, causal, window, end)
     compiled = launcher.compile(HOPPER)
     assert compiled.metadata.shared <= SHARED_MEMORY
-    assert not reads_of_nothing(*list_instructions(compiled, tmp_path))
+    assert not uninitialised_reads(*list_instructions(compiled, tmp_path))
     loops = loops_that_multiply(disassemble(compiled, tmp_path))
     assert len(loops) == 2  # a warpgroup each
     width, rows = launcher.constants["WIDTH"], launcher.constants["TILE_M"]
@@ -226,7 +226,7 @@ def test_tiles_fit_into_the_memory_of_small_gpus(size, dtype):
     [(F16, 16, 343), (BF16, 16, 49), (F16, 16, 3000), *rarely((BF16, 16, 256), (F16, 64, 49))],
     ids=str,
 )
-def test_scores_leave_in_whole_lines(dtype, size, length, tmp_path):
+def test_scores_are_stored_in_whole_lines(dtype, size, length, tmp_path):
     launcher = scores.make_launcher(dtype, size, length, 8, (9, 0))
     ptx = assert_fits(launcher, tmp_path)
     assert "cp.async.bulk.global.shared::cta" in ptx

@@ -1,4 +1,4 @@
-"""``attention(layout=...)``: SDPA's order of dimensions is taken when it is named, and noticed."""
+"""``attention(layout=...)``: SDPA's order of dimensions is accepted by name, and warned of."""
 
 import math
 import warnings
@@ -37,8 +37,8 @@ def test_bhsd_is_what_torch_computes(causal, impl):
 def test_layouts_agree_in_every_bit():
     q, k, v = bhsd(), bhsd(), bhsd()
     here = attention(q, k, v, causal=True, layout="BHSD")
-    turned = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    there = attention(*turned, causal=True, layout="BSHD")
+    transposed = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    there = attention(*transposed, causal=True, layout="BSHD")
     assert torch.equal(here.out, there.out.transpose(1, 2))
     assert torch.equal(here.lse, there.lse.transpose(1, 2))
 
@@ -81,7 +81,7 @@ def test_shapes_that_look_like_bhsd_are_warned_of():
     [((4, 50), {"layout": "BSHD"}), ((4, 50), {"layout": "BHSD"}), ((50, 4), {}), ((1, 32), {})],
     ids=str,
 )
-def test_others_are_not(shape, options):
+def test_other_shapes_are_not_warned_of(shape, options):
     x = bhsd(*shape)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -55,7 +55,7 @@ def memory_for_the_interpreter(monkeypatch):
 
 @pytest.fixture
 def as_on_hopper(monkeypatch):
-    """What is interpreted is what would run there."""
+    """Interpret the configuration that would run on Hopper."""
     triton = pytest.importorskip("pagetile.ops.attention_scores.triton")
     make = triton.make_launcher
     if not ON_GPU:
@@ -161,7 +161,7 @@ def test_tiles_of_keys_and_pieces_of_heads_on_a_cpu(shape):
 @pytest.mark.parametrize(
     "shape", [SHAPES[0], (2, 1, 1, 3, 4), (1, 1, 2, 777, 8), (1, 1, 2, 776, 8)], ids=str
 )
-def test_lines_that_the_copy_engine_takes(shape, as_on_hopper):
+def test_lines_that_tma_stores(shape, as_on_hopper):
     check(shape, F16, "triton")
 
 
@@ -268,7 +268,7 @@ def test_triton_leaves_gradients_to_the_reference():
 
 @pytest.fixture
 def repeated(monkeypatch):
-    """Tensors of a call that came twice, after which the long way is not taken."""
+    """Tensors of a call that was made twice, after which validation is skipped."""
     q, k = torch.randn(2, 1, 2, 20, 16).unbind()
     for _ in range(2):
         attention_scores(q, k)
@@ -277,7 +277,7 @@ def repeated(monkeypatch):
 
 
 class Refused(Exception):
-    """The long way was taken."""
+    """The call was validated and dispatched again."""
 
 
 def refuse(*arguments):

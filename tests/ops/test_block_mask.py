@@ -1,4 +1,4 @@
-"""``attention(block_mask=...)``: hidden blocks have no part in results, gradients or time."""
+"""``attention(block_mask=...)``: hidden blocks do not affect results or gradients, or take time."""
 
 import math
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_hopper_matches_float64(size, causal, window):
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "sliding_window": 200}], ids=str)
 def test_capped_scores_of_visible_tiles_on_hopper(size, options):
-    """Without a running maximum; the first block of rows sees nothing."""
+    """There is no running maximum; the first block of rows attends to nothing."""
     case = Case(
         (600,), (900,), 4, 2, size, batch=2, blocks=(128, 128), dtype=BF16, logits_soft_cap=30.0,
         **options,
@@ -103,7 +103,7 @@ def test_capped_scores_of_visible_tiles_on_hopper(size, options):
 
 
 def hide_a_tile(inputs):
-    """The second block of keys, seen by no query: 128 keys of NaN."""
+    """The second block of keys, visible to no query: 128 keys of NaN."""
     block_mask = inputs.options["block_mask"]
     block_mask.mask[..., 1] = False
     for tensor in (inputs.k, inputs.v):
@@ -136,7 +136,7 @@ def check_hidden_tiles(impl):
         torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_gradients_are_slopes():
+def test_gradients_match_finite_differences():
     inputs = Inputs(Case((9,), (12,), 2, 1, 8, batch=2, causal=True, blocks=(4, 3), dtype=F64))
     leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
 
@@ -219,7 +219,7 @@ def test_lists_are_kept_until_the_mask_changes():
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("query_len", [150, 96, 1])
 def test_local_and_strided_blocks_are_vllms(query_len, rank, step):
-    """As the loops of vLLM's paged_attention_kernel say it, key by key."""
+    """Compared with the loops of vLLM's paged_attention_kernel, key by key."""
     seq_len, size, local, stride, heads, kv_heads = 150, 16, 2, 3, 4, 2
     block_mask = BlockMask.local_strided(
         query_len, seq_len, local_blocks=local, vert_stride=stride, block_size=size,

@@ -30,7 +30,7 @@ FORMS = {
 
 
 def changed_guards(*tensors):
-    """Another release's."""
+    """The guards of another release of torch."""
 
 
 @pytest.mark.parametrize("guards", [shapes._Guards, None, changed_guards])
@@ -46,7 +46,7 @@ def test_forms_are_recognised(change, guards, monkeypatch):
 
 
 def says(is_like, *others):
-    """What is not a tensor may also raise, which the caller expects of it."""
+    """Whether a call is recognised; other objects than tensors may also raise."""
     try:
         return bool(is_like(*others))
     except AttributeError:

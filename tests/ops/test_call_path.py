@@ -1,4 +1,4 @@
-"""A call goes forward: on the host its cache passes few files, under few names."""
+"""How many files, and names of tensors, a repeated call passes through on the host."""
 
 import sys
 from collections import defaultdict

@@ -10,10 +10,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: nothing 
 
 from tools.sass import (  # noqa: E402
     list_instructions,
-    loads_of_nothing,
     read_listing,
-    reads_of_nothing,
     resources,
+    uninitialised_loads,
+    uninitialised_reads,
 )
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
@@ -43,7 +43,7 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
 def rarely(*cases):
-    """Parameters for ``pytest -m slow``: each of their features is compiled by another case."""
+    """Parameters for ``pytest -m slow``: other cases compile each of their features."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
@@ -55,10 +55,10 @@ def draw_by_turns(cases, numbers):
 
 
 def check_registers(compiled, tmp_path):
-    """ptxas has written code that reads what nothing was written to."""
+    """ptxas has generated code that reads uninitialised registers."""
     listing = list_instructions(compiled, tmp_path)
-    assert not loads_of_nothing(*listing)
-    assert not reads_of_nothing(*listing)
+    assert not uninitialised_loads(*listing)
+    assert not uninitialised_reads(*listing)
 
 
 LISTING = """
@@ -76,20 +76,20 @@ LISTING = """
 
 
 def test_a_load_that_nothing_was_stored_for_is_found():
-    (load,) = loads_of_nothing(*read_listing(LISTING))
+    (load,) = uninitialised_loads(*read_listing(LISTING))
     assert load.startswith("LDL R4, [R1+0x14]")
-    assert not loads_of_nothing(*read_listing(LISTING.replace("@!P1 BRA", "@!P1 NOP")))
+    assert not uninitialised_loads(*read_listing(LISTING.replace("@!P1 BRA", "@!P1 NOP")))
     half = LISTING.replace("LDL R3, [R1+0x8]", "LDL.S16 R3, [R1+0xa]").replace("+0x14", "+0x10")
-    assert not loads_of_nothing(*read_listing(half.replace("@!P1 BRA", "@!P1 NOP")))
-    assert loads_of_nothing(*read_listing(half.replace("[R1+0x8]", "[R1+0x20]")))
+    assert not uninitialised_loads(*read_listing(half.replace("@!P1 BRA", "@!P1 NOP")))
+    assert uninitialised_loads(*read_listing(half.replace("[R1+0x8]", "[R1+0x20]")))
     overwritten = "LDL R4, [R1+0x14] ;\n  /*0044*/ IMAD.MOV.U32 R4, RZ, RZ, "
     for source, count in (("RZ", 0), ("R9", 0), ("R4", 1)):
         listing = LISTING.replace("LDL R4, [R1+0x14]", overwritten + source)
-        assert len(loads_of_nothing(*read_listing(listing))) == count
+        assert len(uninitialised_loads(*read_listing(listing))) == count
 
 
 def assert_fits(launcher, tmp_path, spilled=0):
-    """At most so many bytes a thread do not fit into registers."""
+    """At most so many bytes a thread are spilled."""
     compiled = launcher.compile(HOPPER)
     used = resources(compiled, tmp_path)
     assert used["REG"] > 0
@@ -112,16 +112,16 @@ UNIFORM_LISTING = """
 
 
 def test_a_register_that_nothing_was_written_to_is_found():
-    (read,) = reads_of_nothing(*read_listing(UNIFORM_LISTING))
+    (read,) = uninitialised_reads(*read_listing(UNIFORM_LISTING))
     assert read.startswith("HGMMA")
-    assert not reads_of_nothing(*read_listing(UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP")))
+    assert not uninitialised_reads(*read_listing(UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP")))
     compared = "UISETP.NE.AND UP0, UPT, UR9, URZ, UPT"  # writes a predicate
     listing = UNIFORM_LISTING.replace("R2UR UR11, R4", compared)
-    assert len(reads_of_nothing(*read_listing(listing))) == 2  # the comparison, and the product
+    assert len(uninitialised_reads(*read_listing(listing))) == 2  # the comparison, and the product
     sent = UNIFORM_LISTING.replace("STG.E desc[UR4][R2.64], R5", "UTMASTG.3D [UR8], [UR4]")
-    assert len(reads_of_nothing(*read_listing(sent))) == 2  # UR9 is a coordinate
+    assert len(uninitialised_reads(*read_listing(sent))) == 2  # UR9 is a coordinate
     all_four = UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP").replace("R180, gdesc", "gdesc")
-    assert len(reads_of_nothing(*read_listing(all_four))) == 1  # UR9
+    assert len(uninitialised_reads(*read_listing(all_four))) == 1  # UR9
 
 
 def test_a_move_of_nothing_that_is_overwritten_is_left_out():
@@ -129,7 +129,7 @@ def test_a_move_of_nothing_that_is_overwritten_is_left_out():
         made = f"UIADD3 UR20, {register}, 0x1, URZ"
         added = f"UMOV UR20, UR30 ;\n /*54*/ {between} ;\n /*58*/ {made} ;\n /*5a*/ STG.E"
         listing = UNIFORM_LISTING.replace("@P0 BRA", "@P0 NOP").replace("STG.E", added)
-        return reads_of_nothing(*read_listing(listing))
+        return uninitialised_reads(*read_listing(listing))
 
     assert not read_from("UR4")
     assert not read_from("UR4", "UMOV UR21, UR20 ;\n /*56*/ UMOV UR21, URZ")
@@ -390,7 +390,7 @@ RESIDENT = [(1024, 4096, "", "rounded"), (2048, 1024, "", ""), (1024, 3072, "sil
 @pytest.mark.parametrize(
     ("size", "num_columns", "activation", "kind", "num_rows"), [*draw_by_turns(RESIDENT, [8, 16])]
 )
-def test_products_whose_weights_wait_in_registers(
+def test_products_whose_weights_are_held_in_registers(
     size, num_columns, activation, kind, num_rows, tmp_path
 ):
     problem = SmallLinear(num_rows, size, num_columns, BF16, bool(activation), bool(kind))
@@ -414,7 +414,7 @@ def test_products_whose_weights_wait_in_registers(
     ("num_rows", "size", "num_columns"),
     [(64, 2048, 1024), (64, 3072, 1024), (256, 2048, 1024), (256, 3072, 1024), (100, 520, 70)],
 )
-def test_partial_products_by_the_copy_engine(num_rows, size, num_columns, tmp_path):
+def test_partial_products_by_tma(num_rows, size, num_columns, tmp_path):
     plan = small_linear_plan.plan_hopper_parts(SmallLinear(num_rows, size, num_columns, BF16))
     launcher = small_linear_ring.make_launcher(
         plan, BF16, size, is_partial=True, is_even=num_columns % 8 == 0

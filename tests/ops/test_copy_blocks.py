@@ -113,7 +113,7 @@ def test_unused_blocks_keep_every_bit(copy):
 
 
 def test_blocks_may_lie_apart_in_memory(copy):
-    """Keys and values of a block side by side: a cache is every other block of the whole."""
+    """Keys and values of a block are adjacent: a cache is every second block of the whole."""
     whole = blocks(7, 2, 5, 2, 8)
     k_cache, v_cache = whole.unbind(1)
     v_before = v_cache.clone()

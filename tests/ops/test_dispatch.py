@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said about it."""
+"""Which implementation runs, and the warnings about it."""
 
 import sys
 

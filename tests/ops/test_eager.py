@@ -1,4 +1,4 @@
-"""Direct calls and operator calls: which one runs, and that both give the same numbers."""
+"""Which calls run directly and which as operators, and that both give the same numbers."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class Subclass(torch.Tensor):
 
 
 def call(name):
-    """A call with gradients: results and gradients."""
+    """Run a call with gradients: results and gradients."""
     torch.manual_seed(0)
     if name == "attention":
         leaves = [torch.randn(2, 9, heads, 16).requires_grad_() for heads in (4, 2, 2)]
@@ -156,7 +156,7 @@ def test_gradients_sample_by_sample():
 
 
 def tangents(function, x, t):
-    """Of a function, both ways that torch has."""
+    """Tangents of a function, in both of torch's ways."""
     with forward_ad.dual_level():
         yield forward_ad.unpack_dual(function(forward_ad.make_dual(x, t))).tangent
     yield torch.func.jvp(function, (x,), (t,))[1]

@@ -1,4 +1,4 @@
-"""Calls that a compiler leaves out, in a process where no kernel has run yet."""
+"""Calls that torch.compile cannot include, in a process where no kernel has run yet."""
 
 import subprocess
 import sys

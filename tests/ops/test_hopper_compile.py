@@ -2,8 +2,8 @@
 
 Every run compiles a kernel of each tiling and each option, and ``pytest -m slow`` many more.
 
-A computing thread has few registers to spare. What is kept in memory between tiles costs little;
-the loop over keys, where the time goes, must not touch it. Three warpgroups have too few for the
+A computing thread has few registers to spare. Values spilled once a tile cost little; the loop over
+keys, which takes most of the time, must not spill. Three warpgroups have too few registers for the
 mask, which is in that loop under a branch.
 """
 
@@ -180,7 +180,7 @@ OTHER_CONFIGS = [
 
 
 def check_products_overlap(code):
-    """ptxas waits after every product of a kernel where it finds too few registers for some."""
+    """ptxas waits after every product of a kernel if some products lack registers."""
     text = "\n".join(instruction for _, instruction in code)
     assert 2 * text.count("WARPGROUP.DEPBAR") < text.count("HGMMA")
 
@@ -232,7 +232,7 @@ def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
 
 
 def check_conversion(code, parts, tile_n, most_moved):
-    """Keys and values have a loop each of 16-byte loads, 16-byte stores and few barriers."""
+    """Keys and values each have a loop of 16-byte loads, 16-byte stores and few barriers."""
     loops = [body for body in loops_with("LDG.E.128", code) if "STS.128" in "\n".join(body)]
     assert len(loops) == 2
     for body in loops:
@@ -268,7 +268,7 @@ def test_bounded_scores_need_no_maximum(config, is_bounded, tmp_path):
 
 
 def test_weights_of_bounded_scores_stay_in_range():
-    """Those of the largest cap in bfloat16, and sums of many times large values in float32."""
+    """Weights for the largest cap in bfloat16, and sums of many times large values in float32."""
     bound = max(c for c in range(1, 129) if refuse_cap(c) is None) * softmax.LOG2_E.value
     part = softmax.PART_OF_CAP.value
     assert -bound * (1 + part) >= -126 + 20
@@ -305,7 +305,7 @@ def test_keys_wider_than_values_lie_in_tiles_of_64_columns():
 
 
 def span(bases):
-    """All sums of some of the bases."""
+    """All XOR sums of some of the bases."""
     places = {(0, 0)}
     for row, column in bases:
         places |= {(r ^ row, c ^ column) for r, c in places}

@@ -136,9 +136,9 @@ def test_merging_commutes_and_associates_up_to_rounding(merge):
 def test_strides_do_not_matter(merge):
     outs, lses = states(3, width=24)
     expected = merge(outs, lses)
-    turned = merge(outs.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), lses.mT.clone().mT)
-    assert torch.equal(turned.out, expected.out)
-    assert torch.equal(turned.lse, expected.lse)
+    result = merge(outs.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), lses.mT.clone().mT)
+    assert torch.equal(result.out, expected.out)
+    assert torch.equal(result.lse, expected.lse)
     equal = merge(outs[:1].expand(2, -1, -1, -1), lses[:1].expand(2, -1, -1))
     torch.testing.assert_close(equal.out, outs[0])
     torch.testing.assert_close(equal.lse, lses[0] + math.log(2))
@@ -189,8 +189,10 @@ def test_gradients_are_there_and_what_saw_nothing_has_none():
     def gradients(merged, at):
         out, lse = merged
         generator = torch.Generator().manual_seed(1)
-        weigh = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        return torch.autograd.grad((out * weigh).sum() + (lse * weigh[..., 0]).sum(), at)
+        weighted_sum = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        return torch.autograd.grad(
+            (out * weighted_sum).sum() + (lse * weighted_sum[..., 0]).sum(), at
+        )
 
     expected = gradients(by_formula(outs, lses), (outs, lses))
     found = gradients(merge_states(outs, single), (outs, single))

@@ -31,7 +31,7 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
 def plan_for(inputs, num_threads=2, **device):
-    """The plan of a machine that need not be this one."""
+    """The plan for another machine than this one."""
     here = DeviceInfo.of(torch.device("cpu"))
     there = replace(here, **{"num_workers": num_threads, **device})
     return make_plan(inputs.problem, there)
@@ -46,7 +46,7 @@ def on_two_threads(inputs):
 
 
 def without_bf16_dot(inputs):
-    """As on a processor without the instruction; tests/tiles/test_other_processors.py has more."""
+    """A processor without the instruction; tests/tiles/test_other_processors.py has more."""
     if inputs.case.cache_dtype.itemsize == 1 and inputs.case.dtype == BF16:
         pytest.skip("its kernel is compiled with -m slow, for an older processor")
     return on_cpu(inputs, plan=plan_for(inputs, bf16_dot=False))
@@ -333,8 +333,8 @@ def test_the_reference_in_low_precision_matches_itself_in_float64(block):
         assert_matches(by_reference(inputs), inputs)
 
 
-def test_a_lot_without_queries_has_cases_too():
-    """A lot is what a GPU's kernels are compiled for once, and its first case may have none."""
+def test_a_group_of_cases_without_queries_has_cases_too():
+    """A group of cases shares compiled kernels, and its first case may have no queries."""
     case = replace(CASES[0], query_lens=(0,), seq_lens=(1159,))
     for seed in range(20):
         assert set(vary(case, random.Random(seed)).query_lens) == {0}
@@ -388,7 +388,7 @@ def test_a_nan_that_a_row_sees_shows_in_its_result_and_in_no_other(attend, where
 
 
 def dense(num_tokens, seq_len, num_heads, num_kv_heads, dtype=torch.float64, seed=0):
-    """One sequence in a cache of one block each token, and the same as SDPA wants it."""
+    """One sequence in a cache with one block a token, and as dense tensors for SDPA."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(n, heads, 32, dtype=dtype, generator=generator)
@@ -410,7 +410,7 @@ def sdpa(q, k, v, **options):
 
 
 def positions(num_tokens, seq_len):
-    """How far each key lies behind each query, ``[num_tokens, seq_len]``."""
+    """The distance from each query back to each key, ``[num_tokens, seq_len]``."""
     return torch.arange(seq_len - num_tokens, seq_len)[:, None] - torch.arange(seq_len)
 
 
@@ -707,7 +707,7 @@ def merged(states):
 
 
 def test_parts_of_the_keys_merged_in_any_order_give_the_whole():
-    """Parts are whole blocks, attended without a mask, as cascades and sharded caches do."""
+    """Parts are whole blocks, attended to without a mask, as in cascades and sharded caches."""
     rng = random.Random(0)
     for seed in range(20):
         cap = rng.choice([None, 3.0])
@@ -823,7 +823,7 @@ def test_strides_of_lengths_and_biases_do_not_matter(attend):
 
 
 def test_a_cache_of_more_than_two_to_the_31_elements_is_addressed_in_64_bits():
-    """Untouched pages of memory take no room: 13 GB of addresses, a few MB of memory."""
+    """Untouched pages take no memory: 13 GB of addresses, a few MB of memory."""
     shape = 2**31 // (256 * 2 * 8) + 4, 256, 2, 8
     small = make_inputs(PagedCase((1, 20), (700, 600), head_size=8, block_size=256, dtype=F16))
     k_cache, v_cache = (torch.empty(shape, dtype=F16) for _ in range(2))

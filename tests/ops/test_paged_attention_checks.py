@@ -59,7 +59,7 @@ def test_the_case_is_legal_as_it_stands():
         assert not result.out.isnan().any()
 
 
-def turned(tensor):
+def exchanged_in_memory(tensor):
     """The same tensor with its last two dimensions exchanged in memory."""
     return tensor.mT.contiguous().mT
 
@@ -119,11 +119,26 @@ SHAPES = {
     "another negative bound": ({"max_seq_len": lambda _: -5}, "max_seq_len is -5"),
     "a bound on a device": ({"max_seq_len": torch.tensor}, "max_seq_len is tensor(20) | .item()"),
     "a window without end": ({"sliding_window": lambda _: 2**70}, "sliding_window is | of 64 bits"),
-    "turned q": ({"q": turned}, "q has stride 4 in its last dimension | q.contiguous()"),
-    "turned k_cache": ({"k_cache": turned}, "k_cache has stride 2 in its last dimension"),
-    "turned v_cache": ({"v_cache": turned}, "v_cache has stride 2 in its last dimension"),
-    "turned out": ({"out": turned}, "out has stride 4 in its last dimension"),
-    "turned tables": ({"block_tables": turned}, "block_tables has stride 3 in its last dimension"),
+    "q transposed in memory": (
+        {"q": exchanged_in_memory},
+        "q has stride 4 in its last dimension | q.contiguous()",
+    ),
+    "k_cache transposed in memory": (
+        {"k_cache": exchanged_in_memory},
+        "k_cache has stride 2 in its last dimension",
+    ),
+    "v_cache transposed in memory": (
+        {"v_cache": exchanged_in_memory},
+        "v_cache has stride 2 in its last dimension",
+    ),
+    "out transposed in memory": (
+        {"out": exchanged_in_memory},
+        "out has stride 4 in its last dimension",
+    ),
+    "tables transposed in memory": (
+        {"block_tables": exchanged_in_memory},
+        "block_tables has stride 3 in its last dimension",
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """The paged attention kernels compile for Hopper, without a GPU.
 
-Few registers are left free by design: one that spills fails here. Every run compiles one kernel for
+Few registers are left free by design: a spilled one fails here. Every run compiles one kernel for
 each property that is checked, and ``pytest -m slow`` every shipped configuration.
 """
 
@@ -68,7 +68,7 @@ def call_form(question, *, features):
 def make_launcher(
     kernel, question, *, device=H200, features=False, batch_invariant=False, **changes
 ):
-    """Return the launcher of a call; ``changes`` are of its form."""
+    """Return the launcher of a call; ``changes`` apply to its form."""
     plan = make_gpu_plan(
         question, device, hopper=kernel is SPECIALISED, batch_invariant=batch_invariant
     )
@@ -125,7 +125,7 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
     ids=str,
 )
 def test_decode_of_joined_heads_on_hopper(group, size, heads, features, tmp_path):
-    """As many CTAs fit a multiprocessor as the plan says, and a tile has products for each head."""
+    """As many CTAs fit a multiprocessor as planned, and a tile has products for each head."""
     question = problem(group, size)
     plan = make_gpu_plan(question, H200, hopper=True)
     assert plan.tile_heads == heads
@@ -141,7 +141,7 @@ def test_decode_of_joined_heads_on_hopper(group, size, heads, features, tmp_path
 
 @pytest.mark.parametrize("heads", [8, 256, 512])
 def test_offsets_within_32_bits_hold_every_head_and_slot(heads):
-    """Rows of queries and caches in which a head's tokens are neighbours, as large as they come."""
+    """The largest queries and caches in which a head's tokens are adjacent."""
     question = replace(problem(1, 64, block_size=256), num_heads=heads, num_kv_heads=heads)
     for stride in ((1 << 22) - 8, (1 << 23) - 8, 1 << 23):
         form = call_form(question, features=False)
@@ -211,7 +211,7 @@ def test_decode_beside_a_prefill_waits_at_its_end(tmp_path):
     question = problem(4, 128)
     form = call_form(question, features=False)
     plan = make_gpu_plan(question, H200, hopper=True)
-    call = triton.prepare(question, form, plan, SPECIALISED, is_beside=True)
+    call = triton.prepare(question, form, plan, SPECIALISED, overlaps_prefill=True)
     assert count_waits(call.launch.launcher, tmp_path) == (1, 0)
 
 
@@ -224,7 +224,7 @@ def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
 
 
 def count_waits(launcher, tmp_path):
-    """How many places wait for the kernel in front, and of them those before any load.
+    """How many places wait for the preceding kernel, and how many of them before any load.
 
     One address of a head may be spilled, before its tiles.
     """
@@ -244,7 +244,7 @@ def test_lengths_are_read_before_the_wait_where_the_batch_allows_it(size, kv_dty
 
 
 def test_scales_of_tokens_are_read_behind_the_wait(tmp_path):
-    """They are copied by way of the L1 cache, which may hold old ones."""
+    """They are copied through L1, which may hold old ones."""
     question = problem(2, 128, E4M3, "token")
     launcher = make_launcher(SPECIALISED, question, allows_early_reads=True)
     assert count_waits(launcher, tmp_path) == (1, 1)
@@ -454,7 +454,7 @@ def test_decode_of_listed_blocks_on_hopper(kv_dtype, scales, features, tmp_path)
 
 @pytest.mark.parametrize(("query_len", "spilled"), [(512, 0), *rarely((1, 1024))])
 def test_listed_blocks_by_triton(query_len, spilled, tmp_path):
-    """Its decode spills: the address of a block has a load more in front of it."""
+    """Its decode spills: a block's address takes one more load."""
     assert_fits(make_listed(DECODE, features=False, query_len=query_len), tmp_path, spilled)
 
 

@@ -71,7 +71,7 @@ def is_tiny(case):
 
 
 def is_interpreted(case):
-    """Triton 3.6's interpreter multiplies bfloat16 wrongly."""
+    """Triton 3.6's interpreter computes products of bfloat16 wrongly."""
     return is_tiny(case) and BF16 not in (case.dtype, case.cache_dtype)
 
 
@@ -81,7 +81,7 @@ def assert_same_bits(result, expected):
 
 
 def assert_a_captured_call_takes_other_lengths(inputs, reductions, **options):
-    """Replays give the bits of calls that are made for the lengths."""
+    """Replays give the same bits as calls made for the lengths."""
     inputs.attend(out=inputs.out, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -177,7 +177,7 @@ SMALL_BLOCKS = [
 
 
 def check_prefill(case, **changes):
-    """By Hopper's kernel, which has to take it; ``changes`` are of its plan."""
+    """Compare prefill by Hopper's kernel, which must support it; ``changes`` apply to its plan."""
     inputs = make_inputs(case)
     there = inputs.to("cuda")
     chosen = plan(inputs, "hopper_prefill", **changes) if changes else None
@@ -227,7 +227,7 @@ EIGHT_BITS = [
 
 
 def with_rows_of_any_size(inputs):
-    """The same with queries that float16 cannot hold, and a row of zeros."""
+    """The same with queries too large for float16, and a row of zeros."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-100, 2, inputs.q.shape[:2], generator=generator)
     q = (inputs.q.double() * torch.exp2(exponents[..., None].double())).to(inputs.q.dtype)
@@ -274,7 +274,7 @@ def test_unpacked_keys_may_be_divided_among_programs(size):
 
 @pytest.mark.gpu
 def test_long_prompts_over_8_bit_caches_are_unpacked():
-    """As "auto" calls it, also with no page for some of the sequences."""
+    """Chosen by "auto", also with no page for some of the sequences."""
     case = packed_case((2048, 1, 1500), (2048, 700, 3000), 8, 2, 128, dtype=BF16)
     inputs = make_inputs(case)
     assert plan(inputs, "hopper_prefill").unpacks
@@ -286,7 +286,7 @@ def test_long_prompts_over_8_bit_caches_are_unpacked():
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_prefill_reads_every_code_as_torch_does(kv_dtype, dtype, size):
-    """With one key of each sequence the result is its value, code times scale."""
+    """With one key a sequence the result is its value: the 8-bit number times the scale."""
     case = PagedCase(
         (80,), (1,), 256 // size, 256 // size, size, dtype=dtype, kv_dtype=kv_dtype,
         scales="tensor", causal=False,
@@ -418,7 +418,7 @@ def test_capped_scores_without_a_running_maximum(case):
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_splits_of_capped_scores_are_merged(size, scale):
-    """With scores of any size, and with most of them near the cap or its negative."""
+    """Scores of any size, and scores most of which are near the cap or its negative."""
     case = bounded_case(
         (70, 300, 9), (9000, 5000, 6000), 4, 2, size, logits_soft_cap=64.0, softmax_scale=scale,
         has_sinks=True,
@@ -473,7 +473,7 @@ def test_caps_that_hopper_s_prefill_refuses_run_elsewhere(cap):
 )
 @pytest.mark.parametrize("query_lens", [(300, 70, 200), (300, 1, 70)], ids=str)
 def test_a_captured_prefill_is_valid_for_other_lengths(changes, query_lens):
-    """Whether scores have a bound, or blocks are unpacked first."""
+    """With and without a bound of scores, and with unpacked blocks."""
     case = bounded_case(query_lens, (900, 700, 400), 8, 2, 128, **changes)
     inputs = make_inputs(case).to("cuda")
     chosen = plan(inputs, "hopper_prefill", unpacks="scales" in changes)
@@ -597,7 +597,7 @@ JOINED = [
 
 
 def joined_inputs(case):
-    """The inputs of a case with no more rows than it has: those of neighbours fit a tile."""
+    """The inputs of a case without spare rows, so that rows of neighbouring heads fit a tile."""
     inputs = make_inputs(case)
     batch = replace(inputs.batch, max_query_len=max(case.query_lens))
     return inputs.replace(batch=batch)
@@ -641,7 +641,7 @@ def test_a_nan_of_a_head_does_not_reach_those_that_are_read_with_it(name, kv_hea
 
 
 def uneven_inputs(size, group, num_kv_heads, **features):
-    """A batch so large that heads are joined as calls choose; one sequence has no keys."""
+    """A batch so large that "auto" joins heads; one sequence has no keys."""
     draw = random.Random(size)
     lengths = tuple(draw.choice((1, 40, 700, draw.randint(1, 5000))) for _ in range(40))
     case = bounded_case(
@@ -665,7 +665,7 @@ UNEVEN = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "group", "num_kv_heads", "heads", "features"), UNEVEN, ids=str)
 def test_large_batches_join_neighbouring_heads(size, group, num_kv_heads, heads, features):
-    """As "auto" calls it, and repeated, and with early reads."""
+    """Chosen by "auto", then repeated, and with early reads."""
     inputs = uneven_inputs(size, group, num_kv_heads, **features)
     assert plan(inputs, "hopper").tile_heads == heads
     first = attend(inputs, "auto")
@@ -737,7 +737,7 @@ def test_tiny_mixed_batches(case):
 
 
 def test_every_sequence_of_a_mixed_batch_is_one_kernel_s():
-    """Decode takes what has up to ``ROWS // GROUP`` new tokens, prefill what has more than it."""
+    """Decode takes sequences of up to ``ROWS // GROUP`` new tokens, prefill the others."""
     for group in range(1, 18):
         problem = make_inputs(PagedCase((1, 100), (5, 100), group, 1)).problem
         most = short_len(problem)
@@ -771,9 +771,9 @@ MANY_TILES = [
 @pytest.mark.parametrize("first", [8, 4], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("case", MANY_TILES, ids=lambda case: f"{case.head_size}")
 def test_results_follow_one_another_into_a_slice(case, first):
-    """A multiprocessor has several tiles, whose results leave by the same shared memory.
+    """A multiprocessor computes several tiles, whose results are stored from one shared buffer.
 
-    Short sequences' rows are written by another launch, before.
+    An earlier launch writes the rows of short sequences.
     """
     inputs = make_inputs(replace(case, dtype=BF16))
     there = inputs.to("cuda")
@@ -850,7 +850,7 @@ def test_the_same_call_gives_the_same_bits(impl, query_lens):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_shares_of_any_size_agree(impl):
+def test_any_number_of_programs_agrees(impl):
     inputs = make_inputs(PagedCase((1, 1, 1), (150, 70, 1), dtype=F16))
     expected = oracle(inputs)
     base = plan(inputs, impl)
@@ -860,7 +860,7 @@ def test_shares_of_any_size_agree(impl):
 
 
 def has_merged(inputs, impl, **changes):
-    """Whether a call keeps a partial result of any sequence."""
+    """Whether a call stores a partial result of any sequence."""
     attend(inputs, impl)  # with its workspace
     for _, (accs, sums, _) in workspace._made.values():
         accs.fill_(7.0)
@@ -872,15 +872,15 @@ def has_merged(inputs, impl, **changes):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("seq_lens", [(150,), (150, 70, 1), (1, 0, 64, 65), (70, 3) * 6], ids=str)
-def test_a_sequence_of_few_keys_is_left_whole(impl, seq_lens):
-    """Merging its splits takes longer than reading them."""
+def test_a_sequence_of_few_keys_is_not_split(impl, seq_lens):
+    """Merging its splits would take longer than reading them."""
     inputs = make_inputs(PagedCase((1,) * len(seq_lens), seq_lens, dtype=F16))
     assert not has_merged(inputs, impl)
     assert has_merged(inputs, impl, whole_size=0, num_programs=7) or max(seq_lens) <= 65
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_sequences_are_cut_evenly_where_there_is_much_work(impl):
+def test_sequences_are_split_evenly_where_there_is_much_work(impl):
     seq_lens = (150, 70, 100) * 5
     inputs = make_inputs(PagedCase((1,) * 15, seq_lens, dtype=F16))
     assert not has_merged(inputs, impl, num_programs=30)
@@ -904,7 +904,7 @@ def _choose_whole(out, total_tiles, total_whole, longest, programs, WHOLE: tl.co
         (100, 17, True),  # but a tile for each CTA is all there is
     ],
 )
-def test_short_heads_are_left_whole_beside_a_long_one_only_if_ctas_are_idle(
+def test_short_heads_beside_a_long_one_are_not_split_only_if_ctas_are_idle(
     total_tiles, longest, is_whole
 ):
     out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
@@ -933,8 +933,8 @@ def test_work_tiles_of_any_size_agree(impl, whole, split):
 @pytest.mark.parametrize(
     "lengths", [(1,), (100,), (64, 65, 3), (1500, 1, 129), (700,) * 70], ids=str
 )
-def test_early_reads_see_the_new_keys_of_the_kernel_in_front(lengths):
-    """Old keys are loaded while it runs; bits are those of a call that waits first."""
+def test_early_reads_see_the_new_keys_of_the_preceding_kernel(lengths):
+    """Old keys are loaded while it runs; the bits equal those of a call that waits first."""
     case = PagedCase((1,) * len(lengths), lengths, 4, 2, head_size=128, dtype=BF16)
     there = make_inputs(case).to("cuda")
     batch, heads = there.batch, Heads(4, 2, 128, 128)
@@ -960,7 +960,7 @@ def test_early_reads_see_the_new_keys_of_the_kernel_in_front(lengths):
 
 
 def assert_same_alone(inputs, impl, seqs, **split):
-    """Sequences have the same bits by themselves as among the others."""
+    """Sequences have the same bits alone as among the others."""
     together = attend(inputs, impl, plan=replace(plan(inputs, impl, batch_invariant=True), **split))
     batch = inputs.batch
     for seq in seqs:
@@ -988,14 +988,14 @@ def test_with_splits_at_fixed_keys_a_sequence_does_not_depend_on_its_neighbours(
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_nor_among_sequences_of_many_rows(impl):
+def test_with_splits_at_fixed_keys_many_rows_do_not_depend_on_neighbours(impl):
     lengths = (2500, 5, 700, 64) if ON_GPU else (150, 5, 70, 64)
     inputs = make_inputs(PagedCase((5, 3, 5, 1), lengths, 8, 2, dtype=F16, head_size=64))
     assert_same_alone(inputs, impl, (0, 2), **({} if ON_GPU else {"split_size": 64}))
 
 
 @pytest.mark.parametrize("impl", MIXING)
-def test_in_a_mixed_batch_neither(impl):
+def test_with_splits_at_fixed_keys_mixed_batches_do_not_depend_on_neighbours(impl):
     lengths = (9000, 3, 700, 300) if ON_GPU else (150, 3, 90, 60)
     inputs = make_inputs(PagedCase((1, 3, 70, 2), lengths, dtype=F16, head_size=16))
     assert_same_alone(inputs, impl, range(4))
@@ -1015,7 +1015,7 @@ def test_a_sequence_alone_and_among_200_others(new_tokens, impl):
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_a_prompt_alone_and_among_others(size, cap):
-    """Rows past a sequence's end in a tile are the next one's, and so may have no part in it."""
+    """Rows past a sequence's end in a tile belong to the next one and must not affect it."""
     lengths = (70, 1500, 133, 64)
     inputs = make_inputs(
         PagedCase((70, 300, 133, 1), lengths, 4, 2, size, logits_soft_cap=cap, dtype=BF16)
@@ -1179,7 +1179,7 @@ def test_a_cache_of_more_elements_than_32_bits_count():
 @pytest.mark.gpu
 @pytest.mark.parametrize("elements", [1 << 31, 1 << 34, 1 << 35])
 def test_gathered_rows_of_a_cache_of_more_elements_than_32_bits_count(elements):
-    """Of 16 bytes each 32 bits count up to 2³⁵ elements, of which sign bits leave a half."""
+    """For rows of 16 bytes 32 bits reach 2³⁵ elements, half of that with signed offsets."""
     num_blocks = elements // (8 * 128) + 100
     torch.cuda.empty_cache()
     needed, free = num_blocks * 8 * 128 * 2 / 2**30 + 1, torch.cuda.mem_get_info()[0] / 2**30

@@ -10,7 +10,7 @@ from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import Problem, make_plan
 from pagetile.ops.paged_attention.checks import check_plan
 from pagetile.ops.paged_attention.plan import (
-    fit_beside,
+    fit_to_prefill,
     make_gpu_plan,
     make_hopper_prefill_plan,
     refuse_hopper_decode,
@@ -200,7 +200,7 @@ def test_half_of_the_ctas_take_part_where_splits_of_a_head_are_many_and_short():
     assert halving_size(num_seqs=1, batch_invariant=True) == 0
 
 
-def test_short_sequences_are_left_whole_unless_results_must_not_depend_on_the_batch():
+def test_short_sequences_are_not_split_unless_results_must_not_depend_on_the_batch():
     for problem in PROBLEMS:
         plan = make_gpu_plan(problem, H200, hopper=True)
         fixed = make_gpu_plan(problem, H200, hopper=True, batch_invariant=True)
@@ -211,8 +211,8 @@ def test_short_sequences_are_left_whole_unless_results_must_not_depend_on_the_ba
             assert fixed.whole_size == fixed.short_split_size == fixed.halving_size == 0
 
 
-def test_many_heads_are_cut_into_fewer_splits():
-    """With few heads, CTAs are idle that may as well take a tile each."""
+def test_many_heads_have_fewer_splits():
+    """With few heads, CTAs that would be idle take a tile each."""
     few, many = (
         make_gpu_plan(replace(DECODE, num_seqs=num_seqs), H200, hopper=True)
         for num_seqs in (4, 8)  # times 8 KV heads
@@ -255,7 +255,7 @@ def test_decode_beside_a_prefill_has_as_many_ctas_as_suit_its_tiles():
 
     def programs(num_prompt_tokens):
         mixed = replace(DECODE, num_tokens=63 + num_prompt_tokens, max_query_len=num_prompt_tokens)
-        return fit_beside(decode, make_plan(mixed, H200), mixed, H200).num_programs
+        return fit_to_prefill(decode, make_plan(mixed, H200), mixed, H200).num_programs
 
     per_tile = 128 // DECODE.group
     assert programs(1) == decode.num_programs

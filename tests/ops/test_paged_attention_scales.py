@@ -1,4 +1,4 @@
-"""Eight-bit caches: what their scales mean. Random ones are among the cases of paged attention."""
+"""Scales of 8-bit caches. Random ones are among the cases of paged attention."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def assert_same(result, expected):
 
 @pytest.mark.parametrize("kv_dtype", KINDS, ids=str)
 def test_every_code_means_what_torch_says(attend, kv_dtype):
-    """One key each sequence: the result is its value, code times scale."""
+    """With one key a sequence the result is its value: the 8-bit number times the scale."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     dtype = torch.float32 if kv_dtype == E5M2 else QUERIES[kv_dtype]  # float16 ends too soon
     inputs = make_inputs(PagedCase((1,), (1,), 2, 2, 128, dtype=dtype, kv_dtype=kv_dtype,
@@ -79,12 +79,12 @@ def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other(attend, where, kv_d
 def test_scales_may_have_any_strides(attend, scales):
     inputs = make_inputs(replace(CASE, scales=scales))
 
-    def turned(scale):
+    def strided(scale):
         room = torch.full((*reversed(scale.shape), 3), math.nan)
         view = room[..., 1].permute(*reversed(range(scale.dim())))
         return view.copy_(scale)
 
-    other = with_scales(inputs, turned)
+    other = with_scales(inputs, strided)
     assert other.options["k_scale"].stride(-1) > 1
     assert_same(attend(other), attend(inputs))
 
@@ -98,7 +98,7 @@ def test_one_number_is_that_scale_for_every_head(attend):
 
 @pytest.mark.parametrize("kv_dtype", KINDS, ids=str)
 def test_what_write_kv_quantises_is_attended_to_as_it_was(attend, kv_dtype):
-    """A cache of the queries' type, and its numbers in 8 bits with scales that are computed."""
+    """Attention over a cache of the queries' type, and over the same in 8 bits with scales."""
     inputs = make_inputs(PagedCase((1, 3), (700, 9), 4, 2, 64, dtype=QUERIES[kv_dtype]))
     wide = inputs.k_cache, inputs.v_cache
     caches = [torch.empty_like(cache, dtype=kv_dtype) for cache in wide]

@@ -1,4 +1,4 @@
-"""A mistake in the oracle, or in the eager code that sets its tolerance, is found by itself."""
+"""A mistake in the oracle, or in the eager code that sets its tolerance, fails by itself."""
 
 import random
 from dataclasses import replace

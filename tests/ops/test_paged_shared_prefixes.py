@@ -1,4 +1,4 @@
-"""``shared_prefixes``: the prefix of a group is read once, and results stay what they are."""
+"""``shared_prefixes``: the prefix of a group is read once, and results stay the same."""
 
 from dataclasses import replace
 
@@ -75,13 +75,13 @@ IMPLEMENTATIONS = [
 
 @pytest.fixture
 def shares(monkeypatch):
-    """Share even where it would not pay."""
-    monkeypatch.setattr(shared_prefixes, "pays", lambda *_: True)
+    """Share prefixes even where it saves no time."""
+    monkeypatch.setattr(shared_prefixes, "saves_time", lambda *_: True)
 
 
 @pytest.fixture(params=[(1, 64), (40, 16)], ids=["one-split", "many-splits"])
 def tiles(request, monkeypatch):
-    """A number of programs and of keys of a tile, on which the number of splits depends."""
+    """Numbers of programs and of keys a tile, on which the number of splits depends."""
     make = shared_prefixes.make_prefix_plan
     programs, tile_n = request.param
 
@@ -145,7 +145,7 @@ def test_sharing_is_used_where_it_saves_enough():
     bf16 = torch.bfloat16
     problem = Problem(256, 256, 1, 33024, 32, 8, 128, 128, 16, bf16, bf16)
     shared = SharedPrefixes(torch.tensor([0, 256]), torch.tensor([32768]), 256, 32768)
-    assert shared_prefixes.pays(problem, shared, h200)
+    assert shared_prefixes.saves_time(problem, shared, h200)
     has_kernel = shared_prefixes._has_kernel
     assert not has_kernel(problem, shared, h200, "auto"), "1024 rows: prefill is faster"
     few_heads = replace(problem, num_heads=8)
@@ -155,10 +155,10 @@ def test_sharing_is_used_where_it_saves_enough():
     capped = replace(problem, logits_soft_cap=100.0)
     assert has_kernel(capped, shared, h200, "auto"), "prefill takes caps of up to 64"
     alone = SharedPrefixes(torch.arange(257), torch.zeros(256))
-    assert not shared_prefixes.pays(problem, alone, h200)
+    assert not shared_prefixes.saves_time(problem, alone, h200)
     few = replace(problem, num_seqs=8, num_tokens=8)
     short = SharedPrefixes(torch.tensor([0, 8]), torch.tensor([128]), 8, 128)
-    assert not shared_prefixes.pays(few, short, h200)
+    assert not shared_prefixes.saves_time(few, short, h200)
 
 
 @pytest.mark.parametrize("impl", ["hopper", "hopper_prefill", "triton"])
@@ -348,7 +348,7 @@ def test_groups_of_many_and_of_few_rows(impl, options, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("shares")
 def test_a_recorded_step_of_layers_serves_other_lengths_and_groups():
-    """Lengths and keys are read before the kernel in front of a call, which writes q, has ended."""
+    """Lengths and keys are read before the preceding kernel, which writes q, has ended."""
     lens = (70, 640, 90, 600, 80, 620)
     steps = [((4, 2), (64, 0), lens), ((2, 4), (56, 64), lens[::-1]), ((6, 0), (64, 0), lens)]
     steps = [

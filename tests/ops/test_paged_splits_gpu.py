@@ -1,6 +1,6 @@
 """Few tiles of queries over many keys: Hopper's kernels divide the keys, on a GPU.
 
-``tests/tiles/test_hopper_splits.py`` has the schedule's arithmetic of prefill, which needs none.
+``tests/tiles/test_hopper_splits.py`` tests the arithmetic of prefill's schedule without a GPU.
 """
 
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_a_captured_launch_divides_other_lengths(case, size):
 
 
 def test_the_counter_of_tiles_lies_apart_from_those_of_splits():
-    """A mixed batch's decode, which has splits, runs beside the prefill that draws tiles."""
+    """A mixed batch's decode has splits while its prefill draws tiles from a counter."""
     lent = workspace.borrow(-1, (1, 1, 5000))[2]
     counter = workspace.borrow_counter(-1)
     assert counter is workspace.borrow_counter(-1)
@@ -104,7 +104,7 @@ def test_the_counter_of_tiles_lies_apart_from_those_of_splits():
 @pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True])
 def test_decode_beside_prompts_of_several_waves(invariant):
-    """Both count: splits of the decoding sequence, and tiles that are drawn."""
+    """Splits of the decoding sequence and drawn tiles each use a counter."""
     case = PagedCase((1, 4096), (6000, 4096), 32, 8, head_size=128, dtype=BF16)
     there = make_inputs(case).to("cuda")
     chosen = plan(there, "hopper_prefill", batch_invariant=invariant)
@@ -118,7 +118,7 @@ def test_decode_beside_prompts_of_several_waves(invariant):
 
 @pytest.mark.gpu
 def test_a_long_prompt_alone_and_among_others():
-    """Under a batch-invariant plan keys are not divided."""
+    """Under a batch-invariant plan keys are not split."""
     case = PagedCase((200, 300, 133, 1), (9000, 1500, 7000, 64), 4, 2, 128, dtype=BF16)
     assert_same_alone(make_inputs(case), "hopper_prefill", range(4))
 

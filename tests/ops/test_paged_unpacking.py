@@ -1,4 +1,4 @@
-"""Blocks of 8-bit caches that are unpacked before a prefill: the kernel, and when it runs."""
+"""Unpacking blocks of 8-bit caches before a prefill: the kernel, and when it runs."""
 
 import math
 import re
@@ -119,7 +119,7 @@ CASES = [
 
 
 def unpack(inputs):
-    """By the kernel, on the GPU or by the interpreter; what a prefill would be given."""
+    """Unpack by the kernel, on the GPU or by the interpreter; the inputs of a prefill."""
     from pagetile.ops.paged_attention.triton_unpack import prepare_unpacking
 
     there = inputs.to(DEVICE)
@@ -133,9 +133,9 @@ def unpack(inputs):
 
 
 def find_pages(inputs):
-    """Each page that is unpacked: its sequence, its number there, and its keys' and values' rows.
+    """Each unpacked page: its sequence, its number there, and its rows of keys and values.
 
-    Rows are in float32, keys with the sign of their scale, and zeros behind a sequence's end.
+    Rows are in float32, keys with the sign of their scale, and zeros past a sequence's end.
     """
     batch, block_size = inputs.batch, inputs.k_cache.shape[1]
     query_lens, window = batch.cu_seqlens_q.diff().tolist(), inputs.case.sliding_window or 10**9
@@ -226,7 +226,7 @@ def test_caches_may_lie_side_by_side_and_heads_apart():
 
 @pytest.mark.interpret
 def test_a_launch_is_valid_for_shorter_sequences():
-    """Bounds of lengths are the launch's: a recorded one is replayed with others."""
+    """Lengths are bounds of a launch: a captured one is replayed with other lengths."""
     inputs = make_inputs(replace(CASES[0], seq_lens=(300, 400)))
     longest = inputs.batch.seq_lens
     for lens in (longest - 100, longest * 0, longest.clamp(max=1), longest):
@@ -241,7 +241,7 @@ def test_a_launch_is_valid_for_shorter_sequences():
 
 
 def count_guarded(inputs):
-    """How many numbers behind each result, of those that a launch has room for, it wrote to."""
+    """How many numbers past each result were written, of those with room in the launch."""
     from pagetile.ops.paged_attention.triton_unpack import prepare_unpacking
 
     there = inputs.to(DEVICE)
@@ -274,7 +274,7 @@ def count_guarded(inputs):
     ids=str,
 )
 def test_no_length_makes_a_launch_write_past_its_pages(bounds, window):
-    """Results are wrong where a bound is too small, but other memory stays as it is."""
+    """Results are wrong where a bound is too small, but other memory is not overwritten."""
     case = PagedCase((290, 300), (700, 900), 2, 2, 16, sliding_window=window, **eight_bits)
     inputs = make_inputs(case)
     assert count_guarded(inputs) == [0, 0, 0]

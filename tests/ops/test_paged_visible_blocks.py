@@ -1,4 +1,4 @@
-"""``visible_blocks``: rows see the keys of listed blocks only."""
+"""``visible_blocks``: rows attend only to the keys of listed blocks."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def attend(inputs, impl, **changes):
 
 
 def taken_by(case, impl):
-    """The case in a type that an implementation takes, if it takes its rows."""
+    """The case in a type that an implementation supports, if it supports its number of rows."""
     if impl != "hopper":
         return case
     if max(case.query_lens) * case.num_heads // case.num_kv_heads > 16 or case.strided:
@@ -147,7 +147,7 @@ def test_a_nan_in_a_block_that_no_head_lists_does_not_show(impl):
 def test_what_lies_in_unlisted_blocks_does_not_show(
     block_size, query_len, dtype, sliding_window, impl
 ):
-    """Heads list the last, partial block alone; one of them an earlier block of the same tile."""
+    """Heads list only the last, partial block; one of them an earlier block of the same tile."""
     if dtype == torch.bfloat16 and impl == "triton" and not ON_GPU:
         pytest.skip("the interpreter has no bfloat16")
     seq_lens = (97, 69)

@@ -1,4 +1,4 @@
-"""A whole map at once against padding, rolling and cutting it in plain torch."""
+"""``shifted_window_attention`` against padding, rolling and cutting a map in plain torch."""
 
 import itertools
 import math
@@ -85,7 +85,7 @@ class Inputs:
 
 
 def in_steps(case):
-    """The same in plain torch, the way models do it, around ``window_attention``."""
+    """The same in plain torch, as models do it, around ``window_attention``."""
 
     def attend(qkv, padding=None, *, window, shift, bias_table, impl="auto"):
         window = case.clamped or window
@@ -148,7 +148,7 @@ def impl(request):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_steps_bit_for_bit(case, impl):
-    """It only copies; but the gradient of the padding is a sum."""
+    """Exact, since it only copies; only the padding's gradient is a sum."""
     if impl == "triton" and not ON_GPU and case in SLOW:
         pytest.skip("seconds under the interpreter")
     inputs = Inputs(case, "cuda" if impl == "triton" and ON_GPU else "cpu")
@@ -167,7 +167,7 @@ def test_it_is_the_steps_bit_for_bit(case, impl):
 
 @pytest.mark.parametrize("shift", [None, (1, 1, 1)])
 def test_the_bias_of_a_layer_is_what_padding_becomes(shift):
-    """Models pad with zeros, and then apply the layer."""
+    """Models pad with zeros before they apply the layer."""
     layer, x = torch.nn.Linear(10, 3 * HEADS * SIZE).double(), torch.randn(2, 4, 5, 3, 10).double()
     options = {"window": (3, 3, 3), "shift": shift}
     qkv = layer(x).unflatten(-1, (3, HEADS, SIZE))

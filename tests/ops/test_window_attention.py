@@ -1,4 +1,4 @@
-"""window_attention against float64, forward and backward, on all that runs here."""
+"""``window_attention`` against float64, forward and backward, on all implementations here."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ ON_GPU = torch.cuda.is_available()
 
 @dataclass(frozen=True)
 class Case:
-    """Windows of a shifted map, a number of images of it."""
+    """Windows of a shifted map, for a number of images."""
 
     window: tuple[int, ...] = (3, 3)
     num_heads: int = 2
@@ -95,7 +95,7 @@ class Inputs:
         return torch.randn(shape, generator=self.random)
 
     def leaves(self, dtype=None):
-        """The tensors again, as leaves; with their strides if their type stays."""
+        """The tensors as leaves; with the same strides unless their type changes."""
         return {
             name: (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_()
             for name, tensor in self.tensors.items()
@@ -264,7 +264,7 @@ def test_matches_float64(case, impl):
 
 
 def test_cpu_windows_that_share_rows_of_bias():
-    """Two or three in each part, whose keys are in the cache together."""
+    """Two or three windows a part, whose keys are in the cache at the same time."""
     inputs = make(Case((10, 10), num_heads=4, images=5), "cpu")
     assert_matches(inputs, inputs.attend("cpu"))
 
@@ -387,7 +387,7 @@ def test_hopper_matches_float64(case):
     ],
 )
 def test_gradients_of_the_result_alone(impl, window):
-    """As in training: nothing comes back for the log-sum-exp."""
+    """As in training: the log-sum-exp has no gradient."""
     images = 32 if impl == "hopper" else 2  # fewer of 144 tokens are left to triton
     inputs = make(Case(window, dtype=F16, head_size=32, images=images), impl)
     inputs.dlse = None
@@ -398,7 +398,7 @@ def test_gradients_of_the_result_alone(impl, window):
 @pytest.mark.parametrize("head_size", [18, 30, 45, 62])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_rows_that_are_copied_give_the_bits_of_those_that_need_not_be(head_size, dtype):
-    """Of a projection's result, with a gradient of one number for all."""
+    """Rows of a projection's result; its gradient is one number, expanded."""
     numbers = torch.randn(4, 256, 3, 6, head_size, dtype=dtype, device="cuda")
     padded = numbers.new_empty(*numbers.shape[:-1], 64)[..., :head_size]
     padded.copy_(numbers)
@@ -442,7 +442,7 @@ def test_hopper_retries_windows_whose_pivot_guess_fails(case, which):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["none", "regions"])
 def test_hopper_retries_some_of_many_windows(mask, monkeypatch):
-    """A stream has more windows than a word has bits, so some are retried without need."""
+    """A stream has more windows than a word has bits, so some share a bit and are retried too."""
     from pagetile.ops.window_attention import hopper
 
     def in_one_chunk(*question):
@@ -640,7 +640,7 @@ def test_the_operator_is_one_that_torch_can_trace(case):
     "case", [Case(), Case(cosine=True), Case(num_heads=3, dtype=BF16), Case(bias="dense")], ids=str
 )
 def test_results_lie_as_a_compiler_expects(case):
-    """A compiler reads them by the strides of the fake."""
+    """A compiler relies on the strides of the fake implementation."""
     inputs = call(case)
     forward = torch.ops.pagetile.window_attention
     backward = torch.ops.pagetile.window_attention_backward
@@ -870,7 +870,7 @@ def test_every_option_has_an_effect():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_may_overlap_in_memory(dtype):
-    """Of such torch makes float32 with dimensions in another order."""
+    """For such tensors torch's conversion to float32 reorders dimensions."""
     memory = torch.randn(3, 2, 40).to(dtype)
     rows = memory.unfold(2, 32, 1)  # a token begins one number after the one before it
     found = window_attention(rows, rows, rows, impl="cpu").out

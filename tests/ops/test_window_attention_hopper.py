@@ -59,7 +59,7 @@ def test_pieces_cover_the_tokens_and_fit_into_shared_memory(maker):
 @pytest.mark.interpret
 @pytest.mark.parametrize("head_size", [1, 18, 30, 45, 63])
 def test_rows_of_any_size_are_copied_to_where_they_can_be_read(head_size):
-    """What lies between them stays out."""
+    """The elements between rows are not copied."""
     pytest.importorskip("triton", reason="Triton is not installed: nothing to interpret")
     from pagetile.ops.window_attention.hopper.launch import align_tokens
     from pagetile.tiles.hopper.gluon_launcher import is_described

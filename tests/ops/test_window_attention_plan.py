@@ -1,4 +1,4 @@
-"""How windows are cut up for a GPU, and that every shipped kernel compiles for Hopper."""
+"""How windows are divided on a GPU, and that every shipped kernel compiles for Hopper."""
 
 import itertools
 from dataclasses import replace
@@ -32,7 +32,7 @@ def test_the_groups_of_keys_are_all_keys():
 
 
 def test_programs_share_windows_unlike_any_side_of_a_map():
-    """Windows at a border stand at multiples of the sides, and take longer."""
+    """Windows at a border come at multiples of the sides, and take longer."""
     for num_heads, num_windows in itertools.product((1, 3, 6, 12), (1, 8, 343, 2744)):
         plan = make_plan(replace(VOLUME, num_heads=num_heads, num_windows=num_windows), H200)
         for chunks in (plan.chunks, plan.chunks_backward):
@@ -48,7 +48,7 @@ def test_a_program_meets_one_bias_only():
 
 @pytest.mark.parametrize("room", [101_376, 166_912, 232_448])
 def test_windows_of_one_tile_fit_into_memory_or_take_two_kernels(room):
-    """Bounds of what was read off compiled kernels (three stages of Swin v2's, sm_90)."""
+    """The bounds were read off compiled kernels (three stages of Swin v2's, sm_90)."""
     device = replace(H200, shared_memory=room)
     for (dtype, size, mask), compiled in {
         (F16, 32, None): 57_856,

@@ -141,7 +141,7 @@ def test_a_mask_is_a_tensor_of_floats():
 
 
 def test_offsets_of_a_clamped_window_allocate_only_its_tokens():
-    """A window much longer than its map ended the process: all of its tokens were allocated."""
+    """It once allocated all tokens of a window much longer than its map."""
     offsets = rel_offsets((2**26, 4), num_tokens=3)
     assert offsets.tolist() == [0, 1, 2]
     assert rel_offsets((3, 5), num_tokens=7).equal(rel_offsets((3, 5))[:7])

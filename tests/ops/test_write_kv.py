@@ -46,7 +46,7 @@ def written_by_hand(new, cache, slots):
 
 
 def assert_same_memory(cache, expected):
-    """Equal bit for bit, NaN in the places that nothing was written to included."""
+    """Equal bit for bit, including NaN in the slots that nothing was written to."""
     as_integers = torch.int32 if cache.dtype == F32 else torch.int16
     assert torch.equal(cache.contiguous().view(as_integers), expected.view(as_integers))
 
@@ -116,9 +116,9 @@ def test_new_tokens_and_slots_may_be_views_with_any_strides(write):
     k, v, k_cache, v_cache, slots = inputs([3, 29, 11, -1])
     expected = [written_by_hand(k, k_cache, slots), written_by_hand(v, v_cache, slots)]
     packed = torch.cat([v, k], dim=-1).transpose(0, 1).contiguous().transpose(0, 1)
-    turned = k.transpose(1, 2).contiguous().transpose(1, 2)
+    transposed = k.transpose(1, 2).contiguous().transpose(1, 2)
     pairs = torch.stack([slots, slots + 1], dim=1)
-    write(turned, packed[..., :40], k_cache, v_cache, pairs[:, 0])
+    write(transposed, packed[..., :40], k_cache, v_cache, pairs[:, 0])
     assert_same_memory(k_cache, expected[0])
     assert_same_memory(v_cache, expected[1])
 

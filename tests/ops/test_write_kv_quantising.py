@@ -1,4 +1,4 @@
-"""Eight-bit caches: codes and scales are those of the definition, bit for bit."""
+"""8-bit caches: numbers and scales are those of the definition, bit for bit."""
 
 import math
 
@@ -24,7 +24,7 @@ def write(request, mirror):
 
 
 def inputs(kind, dtype, code, sizes=(24, 40), seed=0):
-    """Numbers of every size, zeros, and what is not a number; caches of 1s; scales of NaN."""
+    """Numbers of all magnitudes, zeros, infinities and NaN; caches of 1s; scales of NaN."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.tensor([7, -1, 29, 0, 12, 3])
     magnitude = torch.logspace(-6, 3, len(slots) * NUM_KV_HEADS).view(len(slots), NUM_KV_HEADS, 1)
@@ -62,7 +62,7 @@ def expect(new, cache, slots, scale):
 
 
 def assert_same_codes(cache, expected):
-    """Equal bits, but for the many NaNs of float8_e5m2."""
+    """Equal bits, except for the many NaNs of float8_e5m2."""
     if cache.dtype == E5M2:
         is_nan = expected.float().isnan()
         assert torch.equal(cache.float().isnan(), is_nan)

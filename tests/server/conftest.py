@@ -91,7 +91,7 @@ def http(url):
 
 @pytest.fixture
 def post(http):
-    """Sends JSON: (status, body)."""
+    """Send JSON; return status and body."""
 
     def call(path, **body):
         response = http.post(path, json=body)

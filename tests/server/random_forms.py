@@ -1,8 +1,8 @@
 """Random JSON schemas and regular expressions, and whether an output has the form that it should.
 
-Seeded: the same ``random.Random`` draws the same forms. They are of moderate size: a few levels,
-a few properties on each. Some demand what no output can have, use keywords that the compiler
-does not know, or are no schemas at all; these may be refused, and must not take long.
+The same seed draws the same forms. They are of moderate size: a few levels, with a few properties
+each. Some cannot be satisfied, use keywords that the compiler does not support, or are not schemas;
+these may be refused, and must not take long.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FORMATS = {
 
 
 def random_form(number):
-    """A kind (``"json"`` or ``"regex"``), a form of this kind, and why an output is none of it."""
+    """A kind (``"json"`` or ``"regex"``), a form of this kind, and a check of an output."""
     draw = random.Random(number)
     if number % 3 == 2:
         expression = random_regex(draw)
@@ -62,7 +62,7 @@ def random_form(number):
 
 
 def random_regex(draw, depth=0):
-    """An expression that Python and llguidance read alike."""
+    """An expression with the same meaning in Python and llguidance."""
     kind = draw.random()
     if depth > 2 or kind < 0.3:
         atom = draw.choice(CLASSES) if draw.random() < 0.6 else draw.choice(LITERALS)
@@ -278,7 +278,7 @@ def matches(expression, text):
 
 
 def _within_a_second(match, expression, text):
-    """Whether a text matches; true, too, where backtracking takes too long to find out."""
+    """Whether a text matches; also true if backtracking takes longer than a second."""
     try:
         return match(expression, text, timeout=1) is not None
     except TimeoutError:

@@ -1,6 +1,6 @@
-"""Vulnerabilities that other servers had: each is refused, or bounded in time, and service goes on.
+"""Vulnerabilities of other servers: each request is refused or bounded, and service continues.
 
-Covered where they belong: unbounded ``n`` (CVE-2026-34756) and empty prompts (CVE-2024-8768) in
+Others are tested elsewhere: unbounded ``n`` (CVE-2026-34756) and empty prompts (CVE-2024-8768) in
 ``test_completions``, comparison of keys (CVE-2025-59425) and timing of the prefix cache
 (CVE-2025-46570) in ``test_load``, hash collisions (CVE-2025-25183) in ``tests/kv_cache``.
 """
@@ -112,7 +112,7 @@ def test_millions_of_mistakes_are_refused_in_a_second(http, kind):
 
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding", "truncation", "tools"])
 def test_template_arguments_that_are_not_a_clients(http, name):
-    """CVE-2025-62426: ``tokenize`` there let a request block the event loop."""
+    """CVE-2025-62426: there ``tokenize`` let a request block the event loop."""
     body = {"messages": MESSAGES, "chat_template_kwargs": {name: True}}
     response = http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
@@ -131,7 +131,7 @@ def test_tensors_are_no_prompts(http, field):
 
 
 def test_penalties_of_every_kind_together(http):
-    """CVE-2026-44223's other half: penalties beside log-probabilities of the prompt."""
+    """CVE-2026-44223's other half: penalties together with log-probabilities of the prompt."""
     body = {
         "prompt": "x = x = x",
         "repetition_penalty": 1.5,
@@ -160,7 +160,7 @@ EVIL = {
 
 @pytest.mark.parametrize("name", EVIL)
 def test_templates_run_in_a_sandbox_and_for_a_limited_time(llm, name):
-    """CVE-2026-5760; such a template gets there only if the operator lets requests bring one."""
+    """CVE-2026-5760; a request can bring such a template only if the operator allows it."""
     body = {"messages": MESSAGES, "chat_template": EVIL[name], "max_tokens": 2}
     config = chatty(trust_request_chat_template=True)
     with (

@@ -210,7 +210,7 @@ def test_beyond_the_queue_requests_are_refused(llm):
 
 
 def test_requests_that_come_together_are_counted_together(llm):
-    """All of them find room before the first prompt has been turned into tokens."""
+    """All of them have room in the queue before the first prompt has been tokenized."""
 
     async def main(async_llm):
         asked = [async_llm.submit("x", GREEDY) for _ in range(20)]

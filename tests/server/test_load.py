@@ -221,9 +221,9 @@ def test_sizes_are_limited(llm):
 
 
 def storm(async_llm, url, num_requests, num_connections, seconds):
-    """Of the requests 30 % leave early, 10 % are invalid, 5 read slowly; all others are whole.
+    """Of the requests 30 % leave early, 10 % are invalid, 5 read slowly; all others complete.
 
-    Returns what became of each; the requests come within ``seconds``.
+    Returns the outcome of each; the requests are sent within ``seconds``.
     """
     draw = random.Random(7)
 
@@ -412,7 +412,7 @@ def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish():
 
 
 def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, monkeypatch):
-    """Of a program that logs as a server does, more than a pipe holds, but starts at once."""
+    """The program starts at once and logs, as a server does, more than a pipe holds."""
     program, done = tmp_path / "server", tmp_path / "done"
     program.write_text(
         "#!/bin/sh\necho serving at http://127.0.0.1:12345/v1\n"

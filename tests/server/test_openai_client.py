@@ -1,4 +1,4 @@
-"""The `openai` package is the client that most people have."""
+"""The server through the ``openai`` package, the most common client."""
 
 from __future__ import annotations
 

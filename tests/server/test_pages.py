@@ -1,4 +1,4 @@
-"""The page map: its snapshots against the pool, and the page itself in a Chromium."""
+"""The page map: its snapshots compared with the pool, and the page in Chromium."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_20_000_blocks_are_drawn_as_the_pool_has_them_five_times_a_second(browse
 
 
 def test_a_slow_click_selects_the_sequence_that_it_began_on(browser, async_llm):
-    """Snapshots come between a button's way down and up, and rows of ended sequences go."""
+    """Snapshots arrive between a button's press and release, and rows of ended sequences go."""
     work = hold(async_llm, [[9] * 70, [8] * 70], replace(LONG, max_tokens=1900))
     with running(work), serving(async_llm, chatty()) as url:
         page = browser.new_page()
@@ -254,7 +254,7 @@ def test_a_slow_click_selects_the_sequence_that_it_began_on(browser, async_llm):
 
 
 async def hold(async_llm, prompts, params):
-    """Run requests, and run them again, until cancelled."""
+    """Run requests again and again until cancelled."""
     while True:
         streams = [await async_llm.submit(prompt, params) for prompt in prompts]
         try:

@@ -24,7 +24,7 @@ MOST_TOKENS = 8
 
 
 def value_of(draw, schema, components, depth=0):
-    """A value that the schema describes, with a flaw here and there."""
+    """A value that the schema describes, sometimes with a flaw."""
     if depth > 6 or draw.random() < 0.12:
         return draw.choice(ANY)
     if "$ref" in schema:

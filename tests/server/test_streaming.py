@@ -1,4 +1,4 @@
-"""Pieces of a stream on their way to the connection, without an engine."""
+"""Writing pieces of a stream to the connection, without an engine."""
 
 import asyncio
 import socket

@@ -225,7 +225,7 @@ def test_10_000_random_forms_are_followed_or_refused(llm, start):
     ids=str,
 )
 def test_forms_that_the_compiler_gets_wrong_are_refused(llm, form):
-    """Such bounds end the process: llguidance 1.9 negates the least integer without an end."""
+    """Such bounds would end the process: llguidance 1.9 negates the smallest integer."""
     with pytest.raises(RequestError, match="structured_outputs"):
         llm.engine.compile_structured_outputs(StructuredOutputsParams(**form))
 

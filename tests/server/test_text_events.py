@@ -1,4 +1,4 @@
-"""Events of which only the text changes, deltas that are joined, and the way between threads."""
+"""Events of which only the text changes, joined deltas, and their way between threads."""
 
 import asyncio
 import json
@@ -193,7 +193,7 @@ def test_the_end_of_a_sample_and_what_the_connection_refuses_are_left_to_the_rea
 
 @pytest.fixture(scope="module")
 def busy_url(llm):
-    """A server whose event loop stands still for 0.1 s, again and again."""
+    """A server whose event loop is blocked for 0.1 s again and again."""
     with opened(llm) as async_llm, serving(async_llm) as url:
         is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a kernel's loops of products look like in machine code."""
+"""Loops of products in machine code."""
 
 import re
 
@@ -18,5 +18,5 @@ def loops_of_products(function, signature):
 
 
 def spills(loop):
-    """Instructions that keep a vector on the stack, or take one from there."""
+    """Instructions that store a vector on the stack, or load one from there."""
     return [line for line in loop.splitlines() if re.search("mm.*rsp", line)]

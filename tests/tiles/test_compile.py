@@ -24,7 +24,7 @@ def test_kernels_run_where_they_cannot_be_kept(monkeypatch):
 
 
 def test_a_helper_is_compiled_only_as_part_of_its_callers():
-    """Numba would optimise it, and make machine code of it, at every level of calls."""
+    """Otherwise Numba would optimise and compile it at every level of calls."""
     triple = compile.inner()(lambda x: 3 * x)
     twice = compile.inner()(lambda x: triple(x) + triple(x))
     assert njit(lambda x: twice(x) + 1)(2) == 13
@@ -69,7 +69,7 @@ def test_a_kept_kernel_is_compiled_anew_when_what_it_calls_changes(tmp_path):
 
 
 def test_a_kept_index_that_names_a_class_that_is_gone_is_left_out(tmp_path):
-    """As after an update that renames the tuple of a call's fields."""
+    """As after an update that renames a class in a kernel's signature."""
     environment = os.environ | {"NUMBA_CACHE_DIR": os.fspath(tmp_path / "kept")}
     command = [sys.executable, "-c", "import cpu; print(cpu.double(cpu.{0}(21)))"]
     for name in ("Call", "ScaleCall"):

@@ -18,25 +18,25 @@ def run(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, a
 
 
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "steps"),
     [(4, 16, 1), (8, 64, 3), (4, 80, 0), (12, 144, 17), (16, 32, 5), (20, 80, 9), (64, 64, 2)],
 )
-def test_products_are_numpys(rows, columns, steps, turned, adds):
-    a = RANDOM.standard_normal((steps, rows) if turned else (rows, steps)).astype(np.float32)
+def test_products_are_numpys(rows, columns, steps, transposed, adds):
+    a = RANDOM.standard_normal((steps, rows) if transposed else (rows, steps)).astype(np.float32)
     b = RANDOM.standard_normal((steps, columns + 16)).astype(np.float32)
     c = np.full((rows + 1, columns + 32), np.nan, np.float32)
     c[:rows, 16 : columns + 16] = before = RANDOM.standard_normal((rows, columns))
     if not adds:
         c[:rows, 16 : columns + 16] = np.nan  # what was there does not matter
     flat = np.concatenate([np.full(3, np.nan, np.float32), a.ravel()])
-    strides = (1, rows) if turned else (steps, 1)
+    strides = (1, rows) if transposed else (steps, 1)
     run(
         c.reshape(-1), 16, columns + 32, flat, 3, *strides, b.reshape(-1), columns + 16,
         rows, columns, steps, adds,
     )  # fmt: skip
-    wanted = (a.T if turned else a) @ b[:, :columns] + (before if adds else 0)
+    wanted = (a.T if transposed else a) @ b[:, :columns] + (before if adds else 0)
     np.testing.assert_allclose(c[:rows, 16 : columns + 16], wanted, rtol=1e-5, atol=1e-5)
     assert np.isnan(c[rows]).all()
     assert np.isnan(c[:, :16]).all()
@@ -44,7 +44,7 @@ def test_products_are_numpys(rows, columns, steps, turned, adds):
 
 
 def test_a_sum_has_the_same_bits_in_every_block():
-    """However many rows travel with it, and whatever columns lie beside it."""
+    """Its bits do not depend on the number of rows or on neighbouring columns."""
     a = RANDOM.standard_normal((28, 50)).astype(np.float32)
     b = RANDOM.standard_normal((50, 80)).astype(np.float32)
 
@@ -82,7 +82,7 @@ SIGNATURES = {
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="fewer registers than a block needs")
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_sums_stay_in_registers(function):
-    """A sum that is kept on the stack is loaded and stored at every step."""
+    """A sum on the stack would be loaded and stored at every step."""
     loops = loops_of_products(function, SIGNATURES[function])
     assert len(loops) >= 2
     assert not [line for loop in loops for line in spills(loop)]

@@ -1,7 +1,7 @@
-"""How Hopper's prefill divides keys and merges: the kernel's own functions, run on the host.
+"""How Hopper's prefill splits keys and merges: the kernel's own functions, run on the host.
 
-Neither the schedule nor the merge multiplies matrices or copies tiles, so a stand-in for Gluon's
-language, with the few functions that they call by numpy, is enough to run them as Python.
+Neither the schedule nor the merge multiplies matrices or copies tiles, so NumPy versions of the few
+functions of Gluon's language that they call are enough to run them as Python.
 """
 
 import itertools
@@ -25,7 +25,7 @@ WARPS, PROGRAMS, TILE_N = 4, 132, 128
 
 
 class Numbers(np.ndarray):
-    """A tensor."""
+    """A tensor as a NumPy array."""
 
     type = SimpleNamespace(layout=None)
 
@@ -86,7 +86,7 @@ def _where(condition, a, b):
 
 
 def _reduction(ufunc):
-    """A reduction; what has no dimension left is a number, which is faster than an array of one."""
+    """A reduction; a result without dimensions is a number, which is faster than an array."""
     return lambda x, axis: ufunc.reduce(x, axis)[()]
 
 
@@ -123,7 +123,7 @@ LANGUAGE = SimpleNamespace(
 
 
 def on_host(*modules):
-    """The functions of some modules as Python's own."""
+    """The functions of some modules as plain Python functions."""
     names = {}
     for name, value in itertools.chain(*(vars(module).items() for module in modules)):
         names.setdefault(name, value)
@@ -181,7 +181,7 @@ def list_tiles(batch, tokens=128):
 
 
 def list_splits(batch, tokens=128, causal=True, has_window=False):
-    """The schedule, and of each (seq, token, head) its splits: place, whole range, own range."""
+    """The schedule, and for each (seq, token, head) its splits: index, whole range, own range."""
     sizes = tokens, TILE_N
     made = HOST.make_split_schedule(batch, None, None, None, *sizes, 128, causal, has_window)
     found = {}
@@ -324,7 +324,7 @@ def test_sections_share_keys_and_end_with_short_tiles(num_seqs, length, heads):
 
 
 def cut_last_wave(batch, causal=True):
-    """The schedule, and of each drawn (seq, token, head) its places."""
+    """The schedule, and for each drawn (seq, token, head) its program indices."""
     config = SimpleNamespace(
         UNIFORM=False, DRAWS=True, BLOCK_SIZE=16, CAUSAL=causal, HAS_WINDOW=False
     )
@@ -393,7 +393,7 @@ def test_a_batch_without_long_sequences_has_no_splits():
 
 
 def test_tiles_of_which_some_have_fewer_keys_have_fewer_splits():
-    """A long prompt of few heads, from its first token on."""
+    """A long prompt of few heads without a prefix."""
     _, found = list_splits(make_batch([8192], [8192], 1))
     counts = {token: len(pieces) for (_, token, _), pieces in found.items()}
     assert counts[0] == 1 < counts[8192 - 128]

@@ -87,7 +87,7 @@ def test_kernels_are_right(name, tmp_path):
 
 @pytest.mark.slow
 def test_conversions_are_right(tmp_path):
-    """Every float16, without instructions for it."""
+    """Every float16 is converted without instructions for it."""
     target = {
         "NUMBA_CPU_NAME": "x86-64-v2", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)
     }  # fmt: skip

@@ -25,7 +25,7 @@ def multiply(c, at, c_row, a, a_at, a_row, panels, rows, columns, steps, scale):
 
 
 def product(a, b, scale, dtype):
-    """Their product, from and into the middle of memory that is NaN."""
+    """The product of both, with operands and result in the middle of memory full of NaN."""
     rows, columns, steps = len(a), len(b), a.shape[1]
     wide_a, wide_b, c = (
         torch.full((n + 2, size + 8), torch.nan, dtype=kind)
@@ -91,7 +91,7 @@ def test_memory_is_found_by_its_address():
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="fewer registers than a block needs")
 def test_sums_stay_in_registers():
-    """A sum that is kept on the stack is loaded and stored at every step."""
+    """A sum on the stack would be loaded and stored at every step."""
     args = [types.float32[::1], *[types.intp] * 2] * 2
     loops = loops_of_products(
         multiply.py_func, (*args, types.float32[::1], *[types.intp] * 3, types.float32)

@@ -380,7 +380,7 @@ def test_every_number_is_taken_once():
     assert (shares.sum(axis=0) == 1).all()
 
 
-def test_the_stand_ins_of_16_bit_types_cannot_be_mistaken():
+def test_the_stand_ins_of_16_bit_types_are_distinct():
     arrays = {dtype: flat(torch.zeros(4, dtype=dtype)).dtype for dtype in (F32, F16, BF16)}
     assert arrays == {F32: np.float32, F16: np.int16, BF16: np.uint16}
     assert simd.LANES == 16

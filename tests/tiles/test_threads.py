@@ -47,7 +47,7 @@ def _no_scratch(arrived, turns, num_calls):
 
 @inner()
 def _wait_for_all(arrived, turns, num_calls, scratch):
-    """Leave when ``num_calls`` calls are here at once, or after some seconds without them."""
+    """Return when ``num_calls`` calls are here at once, or after some seconds."""
     take_number(arrived)
     for _ in range(1 << 28):
         take_number(turns)  # an atomic, after which numbers are read anew
@@ -99,7 +99,7 @@ def test_memory_that_cannot_be_had_is_an_error(run):
 
 
 def test_many_callers_at_once_do_not_wait_for_each_other(run):
-    """Each caller is enough to do its own work, whatever holds the other threads."""
+    """Each caller completes its own work while other threads are busy."""
 
     def call(number):
         for _ in range(20):
@@ -139,6 +139,6 @@ for number_of_meetings in range(2):  # children of a process without a team, and
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
 @pytest.mark.parametrize("plain", [False, True], ids=["openmp", "plain"])
 def test_a_forked_child_has_threads_of_its_own(plain):
-    """Whether the child computes first, or its parent has done so before it was forked."""
+    """Whether the child computes first, or its parent computed before it forked."""
     program = FORK.format(plain=plain)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

@@ -1,4 +1,4 @@
-"""Workspaces of GPU kernels, with a made-up GPU: which memory is lent to whom."""
+"""Workspaces of GPU kernels, with a simulated GPU: which memory each call gets."""
 
 import pytest
 import torch

@@ -229,7 +229,7 @@ def _run(make: Callable[[], Contest], iterations: int, warmup: int) -> None:
         console.print(f"[dim]{note}[/dim]")
     for result in results:
         if result.reason:
-            console.print(f"[dim]{result.name} takes no part: {result.reason}[/dim]")
+            console.print(f"[dim]{result.name} is left out: {result.reason}[/dim]")
 
 
 def _table(results: list[Result], roofs: Roofs, unit: str) -> Table:

@@ -50,10 +50,10 @@ def begin_kernel(
     TILE_W: tl.constexpr,
     PUBLISH: tl.constexpr,
 ):
-    """See the module.
+    """See the module docstring. Grid: ``size``; a row of -1 is padding.
 
-    Attention may read lengths and tables before it waits for the kernel in front of it
-    (``SharedPrefixes.passes``, ``PagedBatch.allows_early_reads``), hence ``publish``.
+    Attention may read lengths and tables before the kernel that precedes it on the stream has
+    ended (``SharedPrefixes.passes``, ``PagedBatch.allows_early_reads``), hence ``publish``.
     """
     i = tl.program_id(0)
     row = tl.load(inbox + i).to(tl.int64)

@@ -59,7 +59,7 @@ def lay_out_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See the module. New blocks of a sequence replace those from a column of its table on."""
+    """See the module docstring. A sequence's new blocks go into its table from a column on."""
     i = tl.program_id(0)
     row = tl.load(rows + i).to(tl.int64)
     exists = row >= 0

@@ -64,7 +64,7 @@ def _score_tile(
     ints, floats, addresses, stride, vocab_size, num_words,
     NUM_TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row that may ask for anything."""
+    """Write all outputs of one tile of a row, whatever its sampling parameters are."""
     at = tile * TILE + tl.arange(0, TILE)
     is_token = at < vocab_size
     x = load_logits(at, is_token, i, row, logits, stride)
@@ -110,7 +110,10 @@ def score_kernel(
     TILES: tl.constexpr,  # of a program
     LEAVES_OUT: tl.constexpr,  # whether logits of rows that get no token are left unread
 ):
-    """See the module. Tiles without computed scores have -inf, and the program's best logit."""
+    """See the module docstring. Grid: ``(n, programs of TILES tiles)``.
+
+    Tiles whose scores are not computed get -inf, and the program's best logit.
+    """
     i, first_tile = tl.program_id(0), tl.program_id(1) * TILES
     if LEAVES_OUT:  # noqa: SIM102 - a constant
         if tl.load(rows + i) < 0:

@@ -1,4 +1,4 @@
-"""What fused operations on rows share: a call as host numbers, and where a tensor's rows lie."""
+"""Shared by fused operations on rows: their problem, and the strides of a tensor's rows."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MOST_ROWS = 1 << 30
 
 
 class RowsProblem(NamedTuple):
-    """A call, as host numbers: what decides which implementation runs."""
+    """A call as host integers and types: what chooses its implementation."""
 
     size: int
-    """Numbers of a row, or of a head."""
+    """Elements of a row, or of a head."""
     num_rows: int
     dtype: torch.dtype
     is_regular: bool
-    """Whether a kernel's few strides lead to every number."""
+    """Whether the strides are ones that a kernel supports."""
     needs_gradient: bool
     norm_dtypes: tuple[torch.dtype, ...] = ()
-    """Of the weights of norms."""
+    """Types of the norms' weights."""
 
     def refuse(self, widest: int, irregular: str) -> str | None:
         """Return why a kernel cannot run this, or None if it can.
 
         Args:
-            widest: The most numbers of a row that it takes.
-            irregular: Its reason where the call is not regular.
+            widest: The most elements of a row that it takes.
+            irregular: The reason to return if the call is not regular.
         """
         if self.needs_gradient:
             return "a gradient is wanted; the reference has one"
@@ -51,18 +51,18 @@ def check_name(argument: str, name: str, known: Collection[str]) -> None:
 
 
 class Rows(NamedTuple):
-    """Where rows lie: ``(row // inner) * outer_stride + (row % inner) * inner_stride``."""
+    """Offsets of rows: ``(row // inner) * outer_stride + (row % inner) * inner_stride``."""
 
     num: int
     inner: int
     outer_stride: int
     inner_stride: int
     out_strides: tuple[int, ...]
-    """Of a tensor of the same shape whose rows lie in that order without gaps."""
+    """Strides of a dense tensor of the same shape with the rows in that order."""
 
 
 def fold(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
-    """A tensor's rows in the order of its memory; None where two strides do not lead to them.
+    """A tensor's rows in memory order; None if two strides do not describe them.
 
     Example:
         >>> fold((1, 4, 3, 64), (999, 64, 256, 1))[:4]  # heads before tokens, laid out after them

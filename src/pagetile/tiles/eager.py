@@ -48,7 +48,7 @@ def attend(
     if logits_soft_cap is not None:
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
     scores = mask_scores(scores, causal, sliding_window, alibi_slopes, visible)
-    weights, lse = weigh(scores, sinks)
+    weights, lse = softmax(scores, sinks)
     return torch.einsum("hqk,khd->qhd", weights, v), lse.T
 
 
@@ -75,7 +75,7 @@ def mask_scores(
     return scores
 
 
-def weigh(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the softmax of masked scores, and ``lse`` ``[num_heads, query_len]``.
 
     A row without a visible key gets 0 and -inf.

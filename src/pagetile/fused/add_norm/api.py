@@ -32,8 +32,8 @@ def add_norm(
     Args:
         residual: ``[..., size]`` float32, float16 or bfloat16, without gaps.
         x: Likewise; or float32 ``[num_parts, ..., size]``, summed in this order and rounded first.
-        before: Norm of ``x``; ``None`` adds it as it is.
-        after: Norm of the sum; ``None`` if it is not wanted.
+        before: Norm of ``x``; ``None``: ``x`` is added without a norm.
+        after: Norm of the sum; ``None``: no norm.
         impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The same by torch's own operations, one after the other."""
+"""The residual addition and norms by torch's own operations."""
 
 from __future__ import annotations
 

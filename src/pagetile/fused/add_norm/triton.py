@@ -5,8 +5,8 @@
     hidden[row] = residual[row] + before(x[row])
     normed[row] = after(hidden[row])
 
-A program has ``TILE_M`` whole rows. Supports float32, float16 and bfloat16, rows of up to 16384
-numbers without gaps.
+Grid: tiles of ``TILE_M`` whole rows, each of which is read once. Supports float32, float16 and
+bfloat16, contiguous rows of up to 16384 elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...tiles.triton.norms import normalise
 from ..rms_norm import Norm
 from ..rows import RowsProblem
 
-TILE = 1024  # numbers of a program, where a row has no more
+TILE = 1024  # elements of a program, or one whole row if that is longer
 WIDEST = 16384
 
 
@@ -46,7 +46,7 @@ def _add_norm(
     num_rows,
     before_eps,
     after_eps,
-    PARTS: tl.constexpr,  # 0: there are none
+    PARTS: tl.constexpr,  # partial products of a split-K linear layer to sum; 0: x is whole
     SIZE: tl.constexpr,
     BEFORE: tl.constexpr,  # a kind of ``rms_norm``, or ""
     AFTER: tl.constexpr,
@@ -95,7 +95,7 @@ def run(
     num_rows = residual.numel() // size
     num_parts = x.shape[0] if x.dim() > residual.dim() else 0
     if num_rows:
-        # Any address will do for what is not there.
+        # An absent weight is never read, so any address will do.
         weights = tuple(x if n is None else n.weight for n in (before, after))
         addresses = functools.reduce(int.__or__, (t.data_ptr() for t in (residual, x, *weights)))
         launcher = make_launcher(

@@ -17,7 +17,7 @@ from ..rows import RowsProblem, check_name
 IMPLEMENTATIONS = ("triton", "reference")
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
-"""``gelu`` is the exact one, by the error function."""
+"""``gelu`` is exact, by the error function."""
 
 
 def gated_activation(gate_up: Tensor, activation: str, *, impl: str = "auto") -> Tensor:

@@ -1,4 +1,4 @@
-"""The same by torch's own operations."""
+"""The gated activation by torch's own operations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``activation(gate) * up`` on a GPU in one launch.
 
-A program has ``TILE`` numbers of one row of the result, which it reads from both halves of that
-row of the product. Supports float32, float16 and bfloat16.
+A program computes ``TILE`` elements of one row of the result from both halves of that row of
+``gate_up``. Supports float32, float16 and bfloat16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the choice of an implementation depends on."""
+"""The problem of an instance norm: what chooses its implementation."""
 
 from __future__ import annotations
 

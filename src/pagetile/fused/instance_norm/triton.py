@@ -4,18 +4,20 @@
 
     out = leaky(xn + rn)     xn = (x - mean(x)) / std(x)     rn = (r - mean(r)) / std(r), or r, or 0
 
-A large map has a million elements in each of some 48 channels; torch gives each channel to one
-thread block, which occupies a third of the multiprocessors. Here a program has ``TILE`` elements,
-and a channel as many programs as it needs. A first launch measures the chunks; a second one adds up
-the chunks of a channel in order and normalises. A channel of one chunk needs no first launch.
+A large map has a million elements in each of some 48 channels. torch gives each channel to one
+thread block, which leaves two thirds of the multiprocessors idle. Here a program takes a chunk of
+``TILE`` elements of a channel. A first launch computes each chunk's mean and squared deviations; a
+second one merges those of a channel in order and normalises. A channel of one chunk needs only the
+second launch.
 
 ::
 
     channel  [ chunk 0 | chunk 1 | … | chunk n ]      grid (channels, chunks)
 
-The backward pass reads ``out``, whose sign and the slope give ``xn + rn``, and if both are
-normalised the residual; ``x`` and what the framework keeps in between can be freed. A residual
-that is added without a norm may be large and would cancel digits: then ``x`` is kept instead.
+The backward pass recovers ``xn + rn`` from ``out`` by its sign and the slope, and reads the
+residual if that is normalised too, so ``x`` and the intermediate results need not be saved. If the
+residual is added without a norm it may be large, and subtracting it would lose digits: then ``x``
+is saved instead.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ ONE_TILE = {
     "norm": 8192,
 }  # elements of a channel of one chunk, by residual
 
-LEAST_SLOPE = 1e-4  # with a smaller slope, small float16 numbers would lose their digits
+LEAST_SLOPE = 1e-4  # a smaller one would turn small float16 results into subnormal numbers
 
-PARTS = tl.constexpr(4)  # numbers stored for each chunk
+PARTS = tl.constexpr(4)  # statistics stored for each chunk
 
-# Rows of a channel's statistics: rates of x and of the residual, and the mean of the kept tensor.
+# Rows of ``kept``: 1 / std of x and of the residual, and the mean of the saved tensor.
 RATE_X, RATE_R, MEAN = (tl.constexpr(i) for i in range(3))
 
 
@@ -84,10 +86,10 @@ def _moments(x, inside, count):
 def _merge_moments(parts, num, size, CHUNKS: tl.constexpr, TILE: tl.constexpr):
     """Combine mean and squares of a channel's chunks, all of ``TILE`` elements but the last."""
     chunk = tl.arange(0, CHUNKS)
-    there = chunk < num
-    count = tl.where(there, tl.minimum(size - chunk * TILE, TILE), 0).to(tl.float32)
-    mean = tl.load(parts + chunk, mask=there, other=0.0)
-    squares = tl.load(parts + num + chunk, mask=there, other=0.0)
+    exists = chunk < num
+    count = tl.where(exists, tl.minimum(size - chunk * TILE, TILE), 0).to(tl.float32)
+    mean = tl.load(parts + chunk, mask=exists, other=0.0)
+    squares = tl.load(parts + num + chunk, mask=exists, other=0.0)
     whole = tl.sum(mean * count) / size
     gap = mean - whole
     return whole, tl.sum(squares + count * gap * gap)
@@ -123,7 +125,7 @@ def _measure(
 
 @triton.jit
 def _normalise(x, inside, parts, num, size, eps, CHUNKS: tl.constexpr, TILE: tl.constexpr):
-    """A normalised chunk of a channel, the channel's mean, and 1 / its standard deviation."""
+    """Return a normalised chunk, and the channel's mean and 1 / standard deviation."""
     if CHUNKS == 1:
         mean, squares = _moments(x, inside, size.to(tl.float32))
     else:
@@ -195,7 +197,7 @@ def _measure_gradients(
     parts,  # float32 [channels, PARTS, num]: sums of g, g * xn, g * rn
     grad,  # [channels, size]
     out,
-    source,  # the residual that was normalised; x, where one was added as it is
+    source,  # the residual if that was normalised, else x
     kept,
     size,
     num,
@@ -214,7 +216,7 @@ def _measure_gradients(
 
 @triton.jit
 def _mean(x, parts, num, size, CHUNKS: tl.constexpr):
-    """The sums of a channel: computed here, or from the sums of its chunks."""
+    """The mean over a channel, from its elements or from the sums of its chunks."""
     total = tl.sum(x) if CHUNKS == 1 else _sum_parts(parts, num, CHUNKS)
     return total / size
 

@@ -1,7 +1,7 @@
-"""The experts that a router chose for each token: a fixed number of launches, and no wait.
+"""The experts of a mixture-of-experts layer: a fixed number of launches that never synchronise.
 
-Transformers' own loop over the experts asks the device which of them were chosen, and its grouped
-product does in float32, so that a CUDA graph cannot record them.
+Transformers' own loop over the experts reads from the device which of them were chosen, as does its
+grouped product in float32, so a CUDA graph cannot record them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def moe_experts(
 ) -> Tensor:
     """``sum_j weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t])))``, e = experts[t, j].
 
-    Products and the sum are in float32; what the activation gives is rounded to the type of ``x``.
-    A token's result depends on how many tokens there are, and not on what they are.
+    Products and the sum are in float32; the activation's result is rounded to the type of ``x``. A
+    token's result depends on the number of other tokens, but not on their values.
 
     Args:
         x: ``[num_tokens, hidden_size]`` float32, float16 or bfloat16.

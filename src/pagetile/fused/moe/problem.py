@@ -1,4 +1,4 @@
-"""What decides which implementation of the experts runs."""
+"""The problem of a call of the experts: what chooses its implementation."""
 
 from __future__ import annotations
 

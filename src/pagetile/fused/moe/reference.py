@@ -1,4 +1,4 @@
-"""The experts in eager torch: the definition of correct, which waits for nothing either."""
+"""The experts in eager torch: the definition of correct. It does not synchronise either."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The experts on a GPU: four launches, whatever the router chose.
+"""The experts of a mixture-of-experts layer on a GPU: always four launches.
 
-A pair is a token and one of its experts. Pairs are sorted by expert; then every expert that was
-chosen multiplies its rows, ``TILE_M`` at a time, so that its weights are read once or twice::
+A pair is a token and one of its ``top_k`` experts. Pairs are sorted by expert, so that each chosen
+expert's weights are read once or twice, for ``TILE_M`` pairs at a time::
 
     _sort       order[i]       pairs by expert, and where each expert's begin
     _gate_up    inner[pair]    activation(gate . x[token], up . x[token])
     _down       made[pair]     weight of the pair * down . inner[pair], float32
     _sum        out[token]     sum of its pairs, in their order
 
-The grid of the two products is (columns / TILE_N, pairs): program (n, i) works if pair ``order[i]``
-is the first of a tile of its expert, and ends at once otherwise. Nothing depends on the number of
-experts that were chosen, so a CUDA graph can record it. Supports float32, float16 and bfloat16,
-weights by any strides, ``MOST_PAIRS`` pairs.
+The grid of the two products is (columns / TILE_N, pairs): program (n, i) computes a tile if pair
+``order[i]`` is the first of one, and returns otherwise. So the grid does not depend on which
+experts were chosen, and a CUDA graph can record it. Supports float32, float16 and bfloat16, weights
+of any strides, up to ``MOST_PAIRS`` pairs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _sort(
         is_before |= (other[None, :] == mine[:, None]) & (other_at[None, :] < at[:, None])
         rank += tl.sum(is_before.to(tl.int32), 1)
         fewer += tl.sum((other[None, :] < at[:, None]).to(tl.int32), 1)
-    # What pads the last tile counts as expert NUM_EXPERTS, which is before none.
+    # Padding of the last tile counts as expert NUM_EXPERTS, which sorts behind all pairs.
     tl.store(order + rank, at, mask=at < num_pairs)
     tl.store(starts + at, fewer, mask=at <= NUM_EXPERTS)
 
@@ -104,7 +104,7 @@ def _gate_up(
     STRIDE_K: tl.constexpr,
     BIAS_STRIDE_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IN_TURN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -119,7 +119,7 @@ def _gate_up(
     w_at = expert * expert_stride + k[:, None] * STRIDE_K
     in_n = n < INNER
 
-    if IN_TURN:  # columns of gate and up are neighbours: read both, and part them afterwards
+    if INTERLEAVED:  # columns of gate and up alternate: multiply both, then split the result
         both_n = tl.program_id(0) * 2 * TILE_N + tl.arange(0, 2 * TILE_N)
         both = tl.zeros([TILE_M, 2 * TILE_N], tl.float32)
         for first_k in range(0, HIDDEN, TILE_K):
@@ -147,7 +147,7 @@ def _gate_up(
         g += tl.load(gate_bias + bias_at, mask=in_n, other=0.0).to(tl.float32)[None, :]
         u += tl.load(up_bias + bias_at, mask=in_n, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION == "clamped":
-        # Not tl.minimum, which would hide a NaN.
+        # Not tl.minimum, which drops NaN.
         g = tl.where(g > limit, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
         y = g * tl.sigmoid(alpha * g) * (u + 1.0)
@@ -228,7 +228,7 @@ def run(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Four launches, and memory for what lies between them."""
+    """Allocate the intermediate results and launch the four kernels."""
     num_tokens, hidden_size = x.shape
     num_experts, inner_size, _ = expert.gate.shape
     top_k = experts.shape[1]
@@ -244,8 +244,9 @@ def run(
     sort, num_entries = make_sort(num_experts), max(num_pairs, num_experts + 1)
     sort((-(-num_entries // SORT_TILE), 1, 1), order, starts, experts, num_pairs)
     first = make_gate_up(
-        x.dtype, hidden_size, inner_size, _lie(x, gate, up), gate.stride(), _strides(gate_bias),
-        up.data_ptr() == gate.data_ptr() + gate.element_size(), activation, tile_m,
+        x.dtype, hidden_size, inner_size, _are_aligned(x, gate, up), gate.stride(),
+        _strides(gate_bias), up.data_ptr() == gate.data_ptr() + gate.element_size(), activation,
+        tile_m,
     )  # fmt: skip
     first(
         (-(-inner_size // first.constants["TILE_N"]), num_pairs, 1),
@@ -253,7 +254,7 @@ def run(
         gate.stride(0), _strides(gate_bias)[0], top_k, alpha, limit,
     )  # fmt: skip
     second = make_down(
-        x.dtype, weights.dtype, hidden_size, inner_size, _lie(down), down.stride(),
+        x.dtype, weights.dtype, hidden_size, inner_size, _are_aligned(down), down.stride(),
         _strides(down_bias), tile_m,
     )  # fmt: skip
     second(
@@ -266,7 +267,7 @@ def run(
     return out
 
 
-def _lie(*tensors: Tensor) -> tuple[bool, ...]:
+def _are_aligned(*tensors: Tensor) -> tuple[bool, ...]:
     """Whether each tensor begins at a multiple of 16 bytes."""
     return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
@@ -280,13 +281,13 @@ def _pointer(dtype: torch.dtype, is_aligned: bool) -> str:
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
-    """Return the rows of a tile: about twice the mean of an expert, so that most need one tile."""
+    """Return about twice the mean number of pairs of an expert, so that most need one tile."""
     mean = num_pairs / num_experts
     return 16 if mean <= 8 else 32 if mean <= 24 else 64
 
 
 def _tiles(dtype: torch.dtype, strides: tuple[int, ...], tile_m: int) -> dict[str, int]:
-    """Rows and columns of a program, and how much of them it reads at a time."""
+    """Rows and columns of a program's tile, and the step along K."""
     in_rows = strides[2] == 1
     is_large = tile_m > 16
     return {
@@ -305,7 +306,7 @@ _INDICES = {"order": "*i32:16", "starts": "*i32:16", "experts": "*i64"}
 
 @functools.lru_cache(maxsize=64)
 def make_sort(num_experts: int) -> Launcher:
-    """The kernel that sorts pairs by expert."""
+    """The launcher of ``_sort``."""
     types = {**_INDICES, "num_pairs": "i32"}
     return Launcher(_sort, types, {"NUM_EXPERTS": num_experts, "TILE": SORT_TILE}, num_warps=4)
 
@@ -322,10 +323,10 @@ def make_gate_up(
     activation: str,
     tile_m: int,
 ) -> Launcher:
-    """The first product of experts whose weights have these strides.
+    """The launcher of ``_gate_up`` for experts whose weights have these strides.
 
-    ``bias_strides`` are ``(0, 0)`` without biases. ``are_neighbours``: ``up`` lies one element
-    behind ``gate``.
+    ``bias_strides`` are ``(0, 0)`` without biases. ``are_neighbours``: ``up`` begins one element
+    after ``gate``.
     """
     x, gate, up = (_pointer(dtype, is_aligned) for is_aligned in are_aligned)
     types = {
@@ -337,7 +338,7 @@ def make_gate_up(
     constants = {
         "HIDDEN": hidden_size, "INNER": inner_size, "STRIDE_N": strides[1], "STRIDE_K": strides[2],
         "BIAS_STRIDE_N": bias_strides[1], "HAS_BIAS": bias_strides != (0, 0),
-        "IN_TURN": are_neighbours and strides[1] == 2, "ACTIVATION": activation,
+        "INTERLEAVED": are_neighbours and strides[1] == 2, "ACTIVATION": activation,
         **_tiles(dtype, strides, tile_m),
     }  # fmt: skip
     return Launcher(_gate_up, types, constants, num_warps=4, num_stages=3)
@@ -354,7 +355,7 @@ def make_down(
     bias_strides: tuple[int, int],
     tile_m: int,
 ) -> Launcher:
-    """The second product, as ``make_gate_up`` makes the first."""
+    """The launcher of ``_down``; arguments as of ``make_gate_up``."""
     types = {
         "made": "*fp32:16", "inner": _pointer(dtype, True), "down": _pointer(dtype, *are_aligned),
         "down_bias": POINTERS[dtype], "weights": POINTERS[weight_dtype], **_INDICES,
@@ -370,7 +371,7 @@ def make_down(
 
 @functools.lru_cache(maxsize=256)
 def make_sum(dtype: torch.dtype, hidden_size: int, top_k: int) -> Launcher:
-    """The kernel that adds up a token's pairs."""
+    """The launcher of ``_sum``."""
     types = {"out": _pointer(dtype, True), "made": "*fp32:16"}
     constants = {"HIDDEN": hidden_size, "TOP_K": top_k, "TILE": SUM_TILE}
     return Launcher(_sum, types, constants, num_warps=4)

@@ -1,4 +1,4 @@
-"""RMS norm, as Transformers' models compute it: eight small launches there, one here."""
+"""RMS norm as Transformers' models compute it, in one launch instead of eight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..rows import RowsProblem, check_name, fold
 IMPLEMENTATIONS = ("triton", "reference")
 
 KINDS = ("rounded", "scaled", "shifted")
-"""Ways to weigh: Llama's rounds to the type of ``x`` and multiplies by ``weight``; gpt-oss's
+"""Kinds of weighting: Llama's rounds to the type of ``x`` and multiplies by ``weight``; gpt-oss's
 multiplies and then rounds; Gemma's multiplies by ``1 + weight`` and then rounds."""
 
 

@@ -1,4 +1,4 @@
-"""The same by torch's own operations, one after the other: what a Transformers norm runs."""
+"""RMS norm by the torch operations of Transformers' models."""
 
 from __future__ import annotations
 

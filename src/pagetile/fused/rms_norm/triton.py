@@ -1,12 +1,12 @@
-"""RMS norm on a GPU: a launch instead of eight.
+"""RMS norm on a GPU in one launch.
 
 ::
 
     out[row] = x[row] / sqrt(mean(x[row] ** 2) + eps) * weight
 
-A program has ``TILE_M`` whole rows: one of a hidden state, several of heads, whose norms are
-narrow. It reads them once. Rows may lie apart (``fold``); those of ``out`` lie in the same order
-without gaps. Supports float32, float16 and bfloat16, rows of up to 16384 numbers.
+Grid: tiles of ``TILE_M`` whole rows, each of which is read once: one row of a hidden state, or
+several of narrow heads. Rows may have any two strides (``fold``); those of ``out`` are dense and in
+the same order. Supports float32, float16 and bfloat16, rows of up to 16384 elements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...tiles.triton.launch import POINTERS, Launch, Launcher, begins_early, ref
 from ...tiles.triton.norms import normalise
 from ..rows import Rows, RowsProblem, fold
 
-TILE = 1024  # numbers of a program, where a row has no more
+TILE = 1024  # elements of a program, or one whole row if that is longer
 WIDEST = 16384
 
 
@@ -84,7 +84,7 @@ def run(x: Tensor, weight: Tensor, eps: float, kind: str) -> Tensor:
 def _prepare(
     x: Any, eps: float, kind: str, is_aligned: bool
 ) -> tuple[Launch | None, tuple[int, ...]]:
-    """All but the tensors, for an ``x`` of this form, and the strides of ``out``."""
+    """The launch for an ``x`` of this form, without the tensors, and the strides of ``out``."""
     x = Form(*x)
     rows, size = fold(x.shape, x.strides), x.shape[-1]
     assert rows is not None, "refused by supports"
@@ -104,7 +104,7 @@ def _grid(rows: Rows, launcher: Launcher) -> tuple[int, int, int]:
 def make_launcher(
     dtype: torch.dtype, size: int, kind: str, factor: int, is_aligned: bool, is_early: bool = True
 ) -> Launcher:
-    """The kernel for rows of ``size``, which begin at multiples of ``factor`` numbers."""
+    """The launcher for rows of ``size``, which begin at multiples of ``factor`` elements."""
     width = triton.next_power_of_2(size)
     tile_m = max(1, TILE // width)
     pointer = POINTERS[dtype] + ":16" * is_aligned

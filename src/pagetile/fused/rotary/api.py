@@ -1,4 +1,4 @@
-"""Rotary position embedding, as Transformers' models apply it: ten launches there, one here."""
+"""Rotary position embedding as Transformers' models apply it, in one launch instead of ten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = ("triton", "reference")
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_shared: bool = False, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions' angles, in float32, rounded once.
+    """Rotate queries and keys by their positions' angles, in float32, rounded once.
 
     ::
 
@@ -32,7 +32,7 @@ def rotate(
         k: ``[1, num_kv_heads, num_tokens, head_size]``.
         cos: ``[1, num_tokens, n]``, a number for each of a head's first ``n``.
         sin: The same.
-        is_shared: Both numbers of a pair share one: ``2 n`` numbers of a head are turned.
+        is_shared: Both elements of a pair share an angle: ``2 n`` elements of a head are rotated.
         impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
 
     Returns:
@@ -69,9 +69,9 @@ def _dispatch(
         cos=(cos, "1 num_tokens n"),
         sin=(sin, "1 num_tokens n"),
     )
-    turned = (2 if is_shared else 1) * sizes["n"]
-    if turned % 2 or not 0 < turned <= sizes["head_size"]:
-        raise ShapeError(f"cos turns {turned} numbers of a head of {sizes['head_size']}")
+    rotated = (2 if is_shared else 1) * sizes["n"]
+    if rotated % 2 or not 0 < rotated <= sizes["head_size"]:
+        raise ShapeError(f"cos turns {rotated} numbers of a head of {sizes['head_size']}")
     for name, other in (("k", k), ("cos", cos), ("sin", sin)):
         check_dtype(name, other, q.dtype)
     check_device("q", q.device, k=k, cos=cos, sin=sin)

@@ -1,4 +1,4 @@
-"""The same by torch's own operations: the formula."""
+"""Rotary position embedding by torch's own operations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_shared: bool) -> tupl
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    turned, rest = x[..., : cos.shape[-1]].to(wide), x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, -1)
+    rotated, rest = x[..., : cos.shape[-1]].to(wide), x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, -1)
     cos, sin = cos.unsqueeze(1).to(wide), sin.unsqueeze(1).to(wide)
-    turned = turned * cos + torch.cat((-second, first), -1) * sin
-    return torch.cat((turned.to(x.dtype), rest), -1)
+    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((rotated.to(x.dtype), rest), -1)

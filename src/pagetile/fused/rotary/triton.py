@@ -1,13 +1,13 @@
-"""Rotary position embedding on a GPU: queries and keys in one launch instead of ten.
+"""Rotary position embedding of queries and keys on a GPU in one launch.
 
 ::
 
-    head   [ first | second | rest ]      first, second: HALF numbers each
+    head   [ first | second | rest ]      first, second: HALF elements each
     out    [ first * cos - second * sin | second * cos + first * sin | rest ]
 
-A program has ``TILE_M`` rows, a row being one head of one token; those of the queries come first,
-then those of the keys. What it returns lies token by token, as ``write_kv`` and
-``paged_attention`` read it. Supports float32, float16 and bfloat16, heads of up to 1024 numbers.
+Grid: tiles of ``TILE_M`` rows of q, then of k; a row is one head of one token. Results are stored
+``[num_tokens, num_heads, head_size]``, as ``write_kv`` and ``paged_attention`` read them. Supports
+float32, float16 and bfloat16, heads of up to 1024 elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...shapes import Form, form
 from ...tiles.triton.launch import POINTERS, Launch, Launcher, refuse
 from ..rows import RowsProblem
 
-TILE = 1024  # numbers of a program
+TILE = 1024  # elements of a program
 WIDEST = 1024
 
 
@@ -47,7 +47,7 @@ def load_angles(angles, at, inside, IS_SHARED: tl.constexpr, HALF: tl.constexpr)
 
 
 @triton.jit
-def _turn(
+def _rotate(
     out, x, cos, sin,
     program, num_tokens, x_token, x_head, cos_token, sin_token,
     NUM_HEADS: tl.constexpr,
@@ -72,10 +72,10 @@ def _turn(
     cos_first, cos_second = load_angles(cos, cos_at, inside, IS_SHARED, HALF)
     sin_first, sin_second = load_angles(sin, sin_at, inside, IS_SHARED, HALF)
     dtype: tl.constexpr = out.dtype.element_ty
-    turned = (first * cos_first - second * sin_first).to(dtype)
-    tl.store(out + to_row + column, turned, mask=inside)
-    turned = (second * cos_second + first * sin_second).to(dtype)
-    tl.store(out + to_row + column + HALF, turned, mask=inside)
+    rotated = (first * cos_first - second * sin_first).to(dtype)
+    tl.store(out + to_row + column, rotated, mask=inside)
+    rotated = (second * cos_second + first * sin_second).to(dtype)
+    tl.store(out + to_row + column + HALF, rotated, mask=inside)
 
     if REST > 0:
         column = 2 * HALF + tl.arange(0, REST)[None, :]
@@ -109,13 +109,13 @@ def _rotary(
 ):  # fmt: skip
     program = tl.program_id(0)
     if program < q_programs:
-        _turn(
+        _rotate(
             q_out, q, cos, sin, program, num_tokens, q_token, q_head, cos_token, sin_token,
             NUM_HEADS, SIZE, HALF, IS_SHARED, TILE_M, W, REST,
         )  # fmt: skip
     else:
         program -= q_programs
-        _turn(
+        _rotate(
             k_out, k, cos, sin, program, num_tokens, k_token, k_head, cos_token, sin_token,
             NUM_KV_HEADS, SIZE, HALF, IS_SHARED, TILE_M, W, REST,
         )  # fmt: skip
@@ -138,7 +138,7 @@ def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_shared: bool) -> tupl
 def _prepare(
     q: Any, k: Any, cos: Any, sin: Any, is_shared: bool, is_aligned: bool
 ) -> Launch | None:
-    """All but the tensors, for tensors of these forms."""
+    """The launch for tensors of these forms, without the tensors."""
     q, k, cos, sin = (Form(*fields) for fields in (q, k, cos, sin))
     (_, num_heads, num_tokens, size), num_kv_heads = q.shape, k.shape[1]
     if num_tokens == 0:
@@ -167,7 +167,7 @@ def make_launcher(
     factor: int,
     is_aligned: bool,
 ) -> Launcher:
-    """The kernel for heads of queries and of keys, all at multiples of ``factor`` numbers."""
+    """The launcher for heads that begin at multiples of ``factor`` elements."""
     width, rest = triton.next_power_of_2(half), size - 2 * half
     new = f"{POINTERS[dtype]}:16"
     given = POINTERS[dtype] + ":16" * is_aligned

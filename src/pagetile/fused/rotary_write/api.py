@@ -34,12 +34,12 @@ def rotate_and_write(
 ) -> Tensor:
     """Return the queries for attention; write keys and values to their slots.
 
-    The same as ``rms_norm`` of the heads of queries and keys, ``rotate``, and ``write_kv``.
+    Equals ``rms_norm`` of the heads of queries and keys, ``rotate``, and ``write_kv``.
 
     Args:
         qkv: ``[num_tokens, heads.width]`` float32, float16 or bfloat16: a token's queries, keys
             and values, head after head.
-        cos: ``[1, num_tokens, n]`` as for ``rotate``, or ``None`` with ``sin``: nothing turns.
+        cos: ``[1, num_tokens, n]`` as for ``rotate``; ``None`` (with ``sin``): no rotation.
         sin: The same.
         heads: How a row is divided.
         k_cache: As for ``write_kv``, and so the three below.
@@ -94,9 +94,9 @@ def _dispatch(
         cos, sin = (Form(*fields) for fields in angles)
         found = bind(qkv=(qkv, f"num_tokens {width}"), cos=(cos, "1 num_tokens n"),
                      sin=(sin, "1 num_tokens n"))  # fmt: skip
-        turned = (2 if is_shared else 1) * found["n"]
-        if turned % 2 or not 0 < turned <= head_size:
-            raise ShapeError(f"cos turns {turned} numbers of a head of {head_size}")
+        rotated = (2 if is_shared else 1) * found["n"]
+        if rotated % 2 or not 0 < rotated <= head_size:
+            raise ShapeError(f"cos turns {rotated} numbers of a head of {head_size}")
         for name, angle in (("cos", cos), ("sin", sin)):
             check_dtype(name, angle, qkv.dtype)
             is_regular &= angle.strides[2] == 1

@@ -1,4 +1,4 @@
-"""What decides which implementation runs."""
+"""The problem of a fused cache write: what chooses its implementation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Heads(NamedTuple):
     head_size: int
     v_head_size: int
     q_norm: Norm | None = None
-    """Norm of each head of the queries; ``None``: there is none."""
+    """Norm of each head of the queries; ``None``: no norm."""
     k_norm: Norm | None = None
     is_shared: bool = False
-    """As for ``rotate``: both numbers of a pair share one angle."""
+    """As for ``rotate``: whether both elements of a pair share an angle."""
 
     @property
     def width(self) -> int:
-        """Numbers of a row: queries, keys, values."""
+        """Elements of a row: queries, keys, values."""
         return self.num_heads * self.head_size + self.num_kv_heads * (
             self.head_size + self.v_head_size
         )

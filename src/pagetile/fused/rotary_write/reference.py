@@ -1,4 +1,4 @@
-"""The same by the separate operations that it stands for."""
+"""Head norms, rotary embedding and cache write by separate operations."""
 
 from __future__ import annotations
 

@@ -3,16 +3,16 @@
 ::
 
     row of qkv   [ q heads | k heads | v heads ]
-    q head       norm, turn       -> q_out[token, head]
-    k head       norm, turn       -> k_cache[slot]
+    q head       norm, rotate     -> q_out[token, head]
+    k head       norm, rotate     -> k_cache[slot]
     v head                        -> v_cache[slot]
-    turn         [ first | second | rest ]  first, second: HALF numbers each
+    rotate       [ first | second | rest ]  first, second: HALF elements each
                  [ first * cos - second * sin | second * cos + first * sin | rest ]
 
-A program has ``TILE_M`` heads; those of the queries of all tokens come first, then the keys', then
-the values'. Numbers are rounded to the type after the norm and after the turn, as by separate
-operations, and then to the codes of an 8-bit cache, as ``write_kv`` does it.
-Supports float32, float16 and bfloat16, heads of up to 1024 numbers.
+Grid: tiles of ``TILE_M`` heads: the query heads of all tokens, then the key heads, then the value
+heads. Values are rounded to the type of ``qkv`` after the norm and after the rotation, as by
+separate operations, and then quantised for an 8-bit cache as by ``write_kv``.
+Supports float32, float16 and bfloat16, heads of up to 1024 elements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ...tiles.triton.quantise import amax, encode, larger, refuse_cache, row_sca
 from ..rotary.triton import load_angles
 from .problem import Heads, Problem
 
-TILE = 512  # numbers of a program
+TILE = 512  # elements of a program
 WIDEST = 1024
 
 
@@ -52,13 +52,13 @@ def _weights(weight, column, SIZE: tl.constexpr, END: tl.constexpr):
 
 
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate(
     out, to, scale, scale_at, x, at, is_row, weight, cos, sin, cos_at, sin_at, eps,
     dtype: tl.constexpr, NORM: tl.constexpr, ANGLES: tl.constexpr, SIZE: tl.constexpr,
     HALF: tl.constexpr, W: tl.constexpr, REST: tl.constexpr,
     SCALES: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """Heads at ``at`` of ``x`` to ``to`` of ``out``, both ``[TILE_M, 1]``."""
+    """Norm, rotate and store the heads at ``x + at`` to ``out + to``; both are ``[TILE_M, 1]``."""
     column = tl.arange(0, W)[None, :]
     inside = is_row & (column < HALF)
     if NORM != "":
@@ -82,9 +82,9 @@ def _norm_and_turn(
     if ANGLES != "":
         cos_first, cos_second = load_angles(cos, cos_at + column, inside, ANGLES == "shared", HALF)
         sin_first, sin_second = load_angles(sin, sin_at + column, inside, ANGLES == "shared", HALF)
-        turned = first * cos_first - second * sin_first
+        rotated = first * cos_first - second * sin_first
         second = second * cos_second + first * sin_second
-        first = turned
+        first = rotated
     kind: tl.constexpr = out.dtype.element_ty
     first, second = first.to(dtype), second.to(dtype)
     if REST > 0:
@@ -156,7 +156,7 @@ def _rotary_write(
     if program < q_programs:
         row = program * TILE_M + rows
         token, head = (row // NUM_HEADS).to(tl.int64), (row % NUM_HEADS).to(tl.int64)
-        _norm_and_turn(
+        _norm_and_rotate(
             q_out, (row.to(tl.int64) * SIZE)[:, None], q_out, row,
             qkv, (token * qkv_token + head * SIZE)[:, None], (token < num_tokens)[:, None],
             q_weight, cos, sin, (token * cos_token)[:, None], (token * sin_token)[:, None], q_eps,
@@ -174,7 +174,7 @@ def _rotary_write(
         is_row = (slot >= 0)[:, None]
         first_key: tl.constexpr = NUM_HEADS * SIZE
         if is_key:
-            _norm_and_turn(
+            _norm_and_rotate(
                 k_cache, (block * k_block + offset * k_slot + head * k_head)[:, None],
                 k_scale, block * k_scale_block + offset * k_scale_slot + head * k_scale_head,
                 qkv, (token * qkv_token + first_key + head * SIZE)[:, None], is_row,
@@ -215,7 +215,7 @@ def run(
     q_out = qkv.new_empty(num_tokens, heads.num_heads, heads.head_size)
     if num_tokens == 0:
         return q_out
-    # Any address will do for what is not there.
+    # Absent tensors are never read, so any address will do.
     q_weight, k_weight = (qkv if n is None else n.weight for n in (heads.q_norm, heads.k_norm))
     angles = (qkv, qkv) if cos is None or sin is None else (cos, sin)
     addresses = functools.reduce(
@@ -257,7 +257,7 @@ def _prepare(
     is_aligned: bool,
     is_early: bool,
 ) -> Launch:
-    """All but the tensors."""
+    """The launch without its tensors."""
     num_heads, num_kv_heads, size, v_size = sizes
     half = size // 2 if angles is None else angles[1] if angles[0] else angles[1] // 2
     kind = "" if angles is None else "shared" if angles[0] else "own"
@@ -289,7 +289,7 @@ def make_launcher(
     is_aligned: bool,
     is_early: bool,
 ) -> Launcher:
-    """The kernel for one kind of heads and one cache."""
+    """The launcher for one kind of heads and one cache."""
     num_heads, num_kv_heads, size, v_size = sizes
     aligned = ":16" * is_aligned
     given, cache = (POINTERS[dtype] + aligned for dtype in dtypes)

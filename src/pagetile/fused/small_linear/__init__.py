@@ -1,4 +1,4 @@
-"""Products of few rows with a large matrix, with what comes before and after them."""
+"""Linear layers of few rows, fused with the norm before and the epilogue after them."""
 
 from .api import partial_products, small_linear
 from .plan import (

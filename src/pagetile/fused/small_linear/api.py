@@ -1,4 +1,4 @@
-"""A linear layer of few rows, with the norm before it and what follows it in the same launch."""
+"""A linear layer of few rows, with the norm before it and the epilogue after it in one launch."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ def small_linear(
             a CPU any number, of a multiple of 32 numbers.
         weight: ``[num_columns, size]``, of the same type and without gaps; with ``activation``
             ``[2 * num_columns, size]``, the rows of the gate first. Weight, bias and the norm's
-            weight are read while the kernel in front still runs, so it must not write them.
-        bias: One number for each row of ``weight``.
+            weight are read while the previous kernel still runs, so it must not write them.
+        bias: ``[weight.shape[0]]``.
         norm: An RMS norm of ``x``, of up to 4 rows; of up to 64 by ``hopper``, of none by
             ``hopper_ring``.
         activation: ``""``, or one of ``gated_activation``'s: the result is then
             ``activation(gate) * up``.
         residual: ``[..., num_columns]``, added last.
         impl: ``auto``, ``cpu``, ``triton``, ``reference``, which alone has a gradient, or one that
-            runs only where it is named, ``hopper`` or ``hopper_ring``. The last two take any number
-            of rows. ``auto`` does not ask which is faster: ``is_faster`` does, ``is_faster_on_cpu``
-            for ``cpu``, ``is_resident`` for ``hopper`` and ``is_faster_in_ring`` for
-            ``hopper_ring``.
+            runs only if it is named, ``hopper`` or ``hopper_ring``. The last two take any number
+            of rows. ``auto`` does not compare speeds: see ``is_faster``, ``is_faster_on_cpu`` for
+            ``cpu``, ``is_resident`` for ``hopper`` and ``is_faster_in_ring`` for ``hopper_ring``.
 
     Returns:
         ``[..., num_columns]`` without gaps.
@@ -74,16 +73,16 @@ def small_linear(
 
 
 def partial_products(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
-    """Products whose sum over the first dimension is ``x @ weight.T``, for ``add_norm`` to add.
+    """Split-K products whose sum over the first dimension is ``x @ weight.T``, for ``add_norm``.
 
-    A product with few columns has too few programs for a GPU unless rows are cut, too.
+    A product with few columns has too few programs for a GPU unless K is split, too.
 
     Args:
         x: ``[..., size]`` float16 or bfloat16, up to 64 rows; any number by ``hopper_ring``.
         weight: ``[num_columns, size]``, of the same type and without gaps. It is read while the
-            kernel in front still runs, so that must not write it.
+            previous kernel still runs, so that kernel must not write it.
         impl: ``auto``, ``triton``, ``reference``, which gives one part, or ``hopper_ring``, which
-            runs only where it is named (``is_faster_in_parts_on_hopper``).
+            runs only if it is named (``is_faster_in_parts_on_hopper``).
 
     Returns:
         Float32 ``[num_parts, ..., num_columns]``.

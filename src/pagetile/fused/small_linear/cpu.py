@@ -4,13 +4,13 @@
 
     y[m, n] = bias[n] + sum_k x[m, k] * weight[n, k]
 
-A thread takes a run of rows of the weight, which stays in its second-level cache, with up to
-``BLOCK`` rows of ``x``. A row of the weight lies like a key of attention and a row of ``x`` like a
-query, so ``score_tile`` computes the products, four rows of one by four of the other, and asks for
-the weight's next tile. Sums are in float32, of bfloat16 in pairs where the CPU multiplies pairs
+A thread takes a run of rows of the weight, which stays in L2, with up to ``BLOCK`` rows of ``x``. A
+row of the weight has the layout of a key in attention and a row of ``x`` that of a query, so
+``score_tile`` computes the products, four rows of one by four of the other, and prefetches the
+weight's next tile. Sums are in float32, of bfloat16 pairs where the CPU multiplies these
 (AVX512-BF16), and in one order: a row's bits do not depend on how many others there are.
 
-What comes before and after the product is torch's.
+Norm, activation and residual are torch operations before and after.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .problem import Problem
 BLOCK = 64
 """Most rows of x that are multiplied with a run."""
 _TILE = 16
-"""Rows of the weight that are multiplied with a block before the next."""
+"""Rows of the weight that are multiplied with a block of ``x`` at a time."""
 _RUN_BYTES = 128 << 10
-"""Of the weight, that a thread takes at a time: it stays in a second-level cache."""
+"""Bytes of the weight that a thread takes at a time: they stay in L2."""
 _SMALL = 1 << 19
 """Multiply-adds that take as long as waking another thread."""
 
 _Call = namedtuple(
     "_Call", "out x left weight bias num_rows size num_columns run has_bias is_copied counter"
 )
-"""What a kernel is given: ``left`` is ``x`` where that can be multiplied as it lies, and ``run``
-rows of the weight are taken at a time."""
+"""Arguments of the kernel: ``left`` is ``x`` if that needs no copy, and a thread takes ``run`` rows
+of the weight at a time."""
 _Scratch = namedtuple("_Scratch", "left sums rows ahead")
 
 
@@ -70,7 +70,7 @@ def run(
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
-    """``[..., num_columns]``."""
+    """Return ``[..., num_columns]``."""
     if norm is not None:
         x = rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl="reference")
     y = _multiply(x.contiguous(), weight, bias)
@@ -99,7 +99,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _describe(
     dtype: torch.dtype, num_rows: int, size: int, num_columns: int, has_bias: bool, bf16_dot: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return arrays of the types of ``x`` and of what is multiplied, and a call's sizes."""
+    """Return empty arrays of the types of ``x`` and of the multiplied operand, and the sizes."""
     multiplied = torch.bfloat16 if bf16_dot and dtype == torch.bfloat16 else torch.float32
     run = max(1, _RUN_BYTES // (_TILE * size * dtype.itemsize)) * _TILE
     is_copied = (num_rows > 1 and num_rows % 4 != 0) or dtype != multiplied  # taken by fours
@@ -110,7 +110,7 @@ def _describe(
 
 @entry()
 def _multiply_runs(parallel, num_threads, out, x, weight, bias, like, left, sizes, counter):
-    """Tensors come as addresses of numbers like ``like``: arrays take more of the host's time."""
+    """Tensors are passed as addresses, with ``like``'s type: arrays take longer to pass."""
     call = _Call(
         array_at(out, like.dtype), array_at(x, like.dtype), array_at(x, left.dtype),
         array_at(weight, like.dtype), array_at(bias, like.dtype),
@@ -121,7 +121,7 @@ def _multiply_runs(parallel, num_threads, out, x, weight, bias, like, left, size
 
 @allocating()
 def _make_scratch(call):
-    """A thread's memory: a block of ``x`` where that cannot be multiplied as it lies, and sums."""
+    """Allocate a thread's memory: a block of ``x`` if it is padded or converted, and sums."""
     rows = min(BLOCK, _pad_rows(call.num_rows))
     return _Scratch(
         np.zeros(rows * call.size if call.is_copied else 0, call.left.dtype),
@@ -139,7 +139,7 @@ def _pad_rows(rows):
 
 @inner()
 def _take_runs(call, scratch):
-    """Multiply blocks of ``x`` with runs of the weight until none is left."""
+    """Multiply blocks of ``x`` with runs of the weight until all are taken."""
     left = scratch.left if call.is_copied else call.left
     runs, held = (call.num_columns + call.run - 1) // call.run, -1
     while True:
@@ -166,7 +166,7 @@ def _take_runs(call, scratch):
 
 @inner()
 def _store_tile(call, sums, row, num_rows, column):
-    """Add the bias to a tile of sums, and write what lies within ``out``."""
+    """Add the bias to a tile of sums, and write the rows and columns that exist."""
     whole = column + _TILE <= call.num_columns
     for r in range(num_rows):
         to, at = (row + r) * call.num_columns + column, r * _TILE

@@ -1,20 +1,20 @@
-"""Products of few rows whose weights are in registers before the previous kernel has ended.
+"""Linear layers of few rows on Hopper whose weights are loaded before the previous kernel ends.
 
 ::
 
     y[m, n] = epilogue(sum_k norm(x)[m, k] * weight[n, k])
 
-    wait for         |   previous kernel   | x, norm, product, sum over warps, epilogue
-    read the weight  |======>              |
+    previous kernel   |=====================|
+    this kernel             load the weight | load x, norm, product, sum over warps, epilogue
 
-A program has ``TILE_N`` whole rows of the weight (of a gated product as many of the gate and of
-the up projection). Its warps divide the numbers of a row: warp ``s`` has the range ``s`` of
-``TILE_K`` numbers of every ``WARPS * TILE_K``. Each loads its numbers as the tensor cores take
-them, without shared memory. What is left after the wait is one load of ``x`` from the
-second-level cache, the norm, the products, and one exchange over the warps.
+Grid: tiles of ``TILE_N`` rows of the weight (of a gated product as many of the gate and of the up
+projection) × tiles of ``TILE_M`` rows of ``x``. The warps of a program split K: of every
+``WARPS * TILE_K`` elements of a row, warp ``s`` loads range ``s`` into registers, in the layout of
+a tensor core operand. After the wait for the previous kernel (programmatic dependent launch) only
+``x`` is loaded, from L2.
 
-All products accumulate in the same order whatever the number of rows is, so a row's result does
-not depend on it. Supports float16 and bfloat16, up to 64 rows, on Hopper GPUs.
+Products accumulate in the same order whatever the number of rows is, so a row's result does not
+depend on it. Supports float16 and bfloat16, up to 64 rows, on Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .problem import Problem
 from .triton import finish, row_stride
 
 _MOST_NUMBERS = (1 << 31) - 1
-"""Of a weight: the kernel counts them in 32 bits."""
+"""Elements of a weight, at most: the kernel's offsets have 32 bits."""
 
 
 def refuse(problem: Problem, device: DeviceInfo) -> str | None:
@@ -75,23 +75,22 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 @gluon.jit
 def _load(pointer, at, k, K: gl.constexpr, STEP: gl.constexpr):
-    """Rows of ``K`` numbers as a tuple of ``STEP`` each, with zeros beyond their end."""
-    found = ()
+    """Load rows of ``K`` elements as a tuple of chunks of ``STEP``, zeros past the end."""
+    chunks = ()
     for start in gl.static_range(0, K, STEP):
         if start + STEP <= K:
             part = gl.load(pointer + start + at)
         else:
             part = gl.load(pointer + start + at, mask=start + k < K, other=0.0)
-        found += (part,)  # type: ignore[assignment]
-    return found
+        chunks += (part,)  # type: ignore[assignment]
+    return chunks
 
 
 @gluon.jit
 def _zero_after_loads():
-    """Zero, known only when every warp has issued its loads.
+    """Return 0 by a barrier that follows the loads, as the initial accumulator.
 
-    Accumulators begin with it. Otherwise ptxas issues some loads behind products that wait for
-    others, and the latencies add up.
+    Otherwise ptxas issues some loads after products that wait for others, and the latencies add up.
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.u32 p, 0, 0; bar.red.popc.u32 $0, 0, p;}", "=r", [],
@@ -101,9 +100,9 @@ def _zero_after_loads():
 
 @gluon.constexpr_function
 def _row_layout(warps, tile_m):
-    """Sums ``[warps, tile_m]`` of which each thread has those of the rows of its ``x``, all warps.
+    """Layout of sums ``[warps, tile_m]``: a thread holds all warps' sums of its rows of ``x``.
 
-    A thread has rows ``lane // 4`` and every eighth after it, as an operand of ``mma`` has.
+    These are rows ``lane // 4`` and every eighth after it, as of an operand of ``mma``.
     """
     registers, at = [], 1
     while at < warps:
@@ -144,15 +143,15 @@ def resident_kernel(
     TILE_K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """See the module."""
+    """See the module docstring."""
     dtype: gl.constexpr = out.dtype.element_ty
     STEP: gl.constexpr = WARPS * TILE_K
     CHUNKS: gl.constexpr = (K + STEP - 1) // STEP
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 8)  # the weight, [WARPS, TILE_N, TILE_K]
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 8)  # x, [WARPS, TILE_K, TILE_M]
-    # Rows of gate and up alternate in a tile. Of the result a thread has both, and all partial
-    # sums; neighbours have the columns of a row.
+    # Rows of gate and up alternate in a tile. A thread holds both of a result, and the partial sums
+    # of all warps.
     GATES: gl.constexpr = 1 if ACTIVATION == "" else 2
     TILE_W: gl.constexpr = GATES * TILE_N
     partial: gl.constexpr = gl.BlockedLayout(
@@ -163,9 +162,9 @@ def resident_kernel(
     )
     first = gl.program_id(0) * TILE_N
 
-    # What the previous kernel does not write.
+    # Load what does not depend on the previous kernel.
     row = gl.arange(0, TILE_W, gl.SliceLayout(0, gl.SliceLayout(2, left)))
-    # Beyond the end, the last one again.
+    # Rows past the end repeat the last one.
     row = gl.minimum(row // GATES, num_columns - 1 - first) + row % GATES * num_columns
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, left)))
     k = gl.arange(0, TILE_K, gl.SliceLayout(0, gl.SliceLayout(1, left)))
@@ -191,7 +190,7 @@ def resident_kernel(
 
     m = gl.program_id(1) * TILE_M
     row = m + gl.arange(0, TILE_M, gl.SliceLayout(0, gl.SliceLayout(1, right)))
-    row = gl.minimum(row, num_rows - 1)  # beyond the end, the last one again
+    row = gl.minimum(row, num_rows - 1)  # rows past the end repeat the last one
     at = row[None, None, :] * x_row + k
     rows = _load(x, at, k, K, STEP)
     m += gl.arange(0, TILE_M, gl.SliceLayout(0, result))
@@ -258,7 +257,7 @@ def run(
     )
     out = x.new_empty(*x.shape[:-1], num_columns)
     tensors: list[Any] = [x, weight, *others]
-    # Any address will do for what is not there.
+    # Absent tensors are never read, so any address will do.
     launch(out, *(x if tensor is None else tensor for tensor in tensors))
     return out
 
@@ -274,7 +273,7 @@ def _prepare(
     strides: tuple[int, int],
     is_aligned: bool,
 ) -> Launch:
-    """All but the tensors."""
+    """The launch without its tensors."""
     plan = plan_resident(problem)
     assert plan is not None
     launcher = make_launcher(
@@ -296,7 +295,7 @@ def make_launcher(
     has_residual: bool = False,
     is_aligned: bool = True,
 ) -> GluonLauncher:
-    """The kernel for a plan and rows of ``size``."""
+    """The launcher for a plan and rows of ``size``."""
     given = POINTERS[dtype] + ":16" * is_aligned
     stride = "i32:8" if is_aligned else "i32"
     names = ("x", "weight", "norm_weight", "bias", "residual")

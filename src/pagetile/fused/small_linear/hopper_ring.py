@@ -1,21 +1,20 @@
-"""Products of few rows whose weights stream through shared memory, requested before the wait.
+"""Linear layers on Hopper whose weights stream through shared memory by TMA.
 
 ::
 
     y[m, n] = epilogue(sum_k x[m, k] * weight[n, k])
     parts[p, m, n] = sum of x[m, k] * weight[n, k] over the p-th range of k
 
-    copies     weights of the first slots | wait | x, then x and weights as slots fall free
-    products                              | wait |     of one slot after the other, then stores
+    TMA        weights of the first slots | wait | x, then x and weights as slots are released
+    wgmma                                 | wait |     slot by slot, then stores
 
-A program has ``TILE_M`` rows of ``x``, ``TILE_N`` rows of the weight (of a gated one as many of the
-gate and of the up projection) and one of ``PARTS`` ranges. A slot holds ``BOXES`` boxes of 64
-numbers of each row. Copies are made by the tensor memory accelerator, products by ``wgmma`` from
-shared memory. Fewer than 64 rows of ``x`` are the narrow side of a product, whose other side
-has 64 rows at least.
+Grid: tiles of ``TILE_N`` rows of the weight (of a gated one as many of the gate and of the up
+projection) × tiles of ``TILE_M`` rows of ``x`` × ``PARTS`` ranges of K. A slot of the ring holds
+``BOXES`` boxes of 64 columns. A ``wgmma`` has at least 64 rows on one side, so fewer rows of ``x``
+are the other side (N) of the product.
 
-Copies of weights into the first slots start while the previous kernel runs, and a hint brings the
-next ``AHEAD`` chunks to the second-level cache.
+Under programmatic dependent launch the first weights are copied while the previous kernel still
+runs, and the next ``AHEAD`` chunks are prefetched to L2.
 
 Products of one plan accumulate in the same order whatever the number of rows is. Supports float16
 and bfloat16, any number of rows, on Hopper GPUs.
@@ -50,7 +49,7 @@ from .plan import Plan, plan_hopper_parts, plan_ring
 from .problem import Problem
 from .triton import finish, row_stride
 
-_BOX = gl.constexpr(64)  # numbers of a row that a swizzled line of 128 bytes holds
+_BOX = gl.constexpr(64)  # 16-bit elements of a swizzled row of 128 bytes
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -71,8 +70,8 @@ def _prefetch(
     weight, row, num_rows, k, K: gl.constexpr, BYTES: gl.constexpr, ROWS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Bring ``BYTES``, a multiple of 128, of each of ``ROWS`` rows to the second-level cache."""
-    # As many pieces as threads: what a thread has besides another one is executed by both.
+    """Prefetch ``BYTES``, a multiple of 128, of each of ``ROWS`` rows to L2."""
+    # At least one piece for each thread: replicated elements would be prefetched repeatedly.
     PIECES: gl.constexpr = max(1, 32 * WARPS // ROWS)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     piece = gl.arange(0, PIECES * ROWS, lanes)
@@ -88,7 +87,7 @@ def _load(
     desc, ring, full, chunk, row, next_row, start, more, STAGES: gl.constexpr, BOXES: gl.constexpr,
     TILES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a chunk of one tile of rows, or two, into its slot, if there is more."""
+    """Start the TMA copies of a chunk of ``TILES`` tiles of rows into its slot, if ``more``."""
     slot = chunk % STAGES
     for tile in gl.static_range(TILES):
         for box in gl.static_range(BOXES):
@@ -100,7 +99,7 @@ def _load(
 
 @gluon.jit
 def _multiply(x, weight, y, IS_NARROW: gl.constexpr):
-    """Add the product of a box of each; ``IS_NARROW``: the result is ``[TILE_N, TILE_M]``."""
+    """Add the product of two boxes; ``IS_NARROW``: the result is ``[TILE_N, TILE_M]``."""
     if IS_NARROW:
         y = warpgroup_mma(weight, x.permute((1, 0)), y, is_async=True)
     else:
@@ -131,7 +130,7 @@ def ring_kernel(
     AHEAD: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """See the module. Grid: tiles of columns × tiles of rows × parts."""
+    """See the module docstring."""
     dtype: gl.constexpr = x_desc.dtype
     IS_PARTIAL: gl.constexpr = out.dtype.element_ty == gl.float32
     IS_NARROW: gl.constexpr = TILE_M < 64
@@ -151,7 +150,7 @@ def ring_kernel(
     n, m, part = gl.program_id(0) * TILE_N, gl.program_id(1) * TILE_M, gl.program_id(2)
     start = part * RANGE
 
-    # What the previous kernel does not write.
+    # Load what does not depend on the previous kernel.
     for chunk in gl.static_range(min(STAGES, CHUNKS)):
         mbarrier.expect(full.index(chunk), BYTES)
         _load(w_desc, w_ring, full, chunk, n, num_columns, start, True, STAGES, BOXES, GATES)
@@ -165,7 +164,7 @@ def ring_kernel(
             )  # fmt: skip
     gdc_launch_dependents()
 
-    # Of the two sides of a product, the rows of x are those of the axis that is not ``of_n``.
+    # ``of_n``: the result's axis of weight rows; the other axis is rows of x.
     COLUMNS: gl.constexpr = TILE_M if IS_NARROW else TILE_N
     of_n: gl.constexpr = 0 if IS_NARROW else 1
     sums: gl.constexpr = product_layout(COLUMNS, WARPS)
@@ -204,7 +203,7 @@ def ring_kernel(
         else:
             y = warpgroup_mma_wait(BOXES, deps=(y,))
         if CHUNKS > STAGES:
-            # All warps have read the slot of the chunk before: it gets another one.
+            # All warps have read the previous chunk's slot, so it can be filled again.
             barrier()
             following = chunk - 1 + STAGES
             more = (chunk > 0) & (following < CHUNKS)
@@ -221,8 +220,8 @@ def ring_kernel(
     if IS_PARTIAL:
         out += part.to(gl.int64) * num_rows * num_columns
     else:
-        # An addition is what ptxas leaves behind the wait. It moves conversions before it, and
-        # then lets every product wait for the one before.
+        # Without this addition ptxas moves the conversions before the wait, and then makes every
+        # product wait for the one before.
         y, up = y + 0.0, up + 0.0
         y = finish(y, up, y_bias, up_bias, dtype, ACTIVATION, HAS_BIAS)
         if HAS_RESIDUAL:
@@ -270,7 +269,7 @@ def _launch(
 ) -> None:
     size, num_columns = x.shape[-1], out.shape[-1]
     num_rows = x.numel() // size
-    if weight.data_ptr() % 16:  # the kernel would read a copy before it is made
+    if weight.data_ptr() % 16:  # an aligned copy might be read before it is written
         raise UnsupportedError("hopper_ring: weight does not begin at a multiple of 16 bytes")
     launcher = make_launcher(
         plan, x.dtype, size, activation, bias is not None, residual is not None,
@@ -278,7 +277,7 @@ def _launch(
     )  # fmt: skip
     grid = -(-num_columns // plan.tile_n), -(-num_rows // plan.tile_m), plan.parts
     rows = align(x.reshape(num_rows, size))
-    # Any address will do for what is not there.
+    # Absent tensors are never read, so any address will do.
     others = (x if tensor is None else tensor for tensor in (bias, residual))
     residual_row = 0 if residual is None else row_stride(residual)
     launcher(grid, out, rows, weight, weight, *others, num_rows, num_columns, residual_row)
@@ -296,7 +295,7 @@ def make_launcher(
     is_partial: bool,
     is_even: bool,
 ) -> GluonLauncher:
-    """The kernel for a plan and rows of ``size``; ``is_even``: columns are a multiple of 8."""
+    """The launcher for a plan and rows of ``size``; ``is_even``: columns are a multiple of 8."""
     name, box = POINTERS[dtype][1:], _BOX.value
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     types = {

@@ -1,4 +1,4 @@
-"""How a product of few rows is cut, and where that is faster than torch's."""
+"""Tile sizes of linear layers of few rows, and the rules for when they are faster than torch's."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from ...tiles.types import FLOATS
 from .problem import Problem
 
 MOST_FEW = 4
-"""Rows that can be multiplied number by number; more go through tensor cores."""
+"""Most rows that are multiplied without tensor cores."""
 MOST_ROWS = 64
 MOST_RESIDENT = 16
 """Rows up to which ``hopper`` is preferred; it takes 64."""
 _FEW_ELEMENTS = 8192
-"""Of the weight, that a program of few rows has in registers: 16 KiB in 16 bits."""
+"""Elements of the weight that a program of ``few_kernel`` has in registers: 16 KiB in 16 bits."""
 
-# Measured on an H100, in bfloat16 (docs/lab-log.md): up to which size of the weight the
-# kernels here beat cuBLAS, and what it takes from them where a weight is larger.
+# Measured on an H100, in bfloat16 (docs/lab-log.md): the largest weights for which the kernels here
+# beat cuBLAS, and the conditions for larger ones.
 _MOST_BYTES_FEW = 36 << 20
 _MOST_BYTES_TILES = 16 << 20
 _LEAST_COLUMNS_RESIDENT = 3200
 _MOST_REGISTERS = 96
-"""Of a thread, that the weight may have of a program that has all of its numbers there."""
+"""Registers per thread that the weight of a ``resident`` program may take."""
 _WIDEST_NORM = 8192
 _LEAST_COLUMNS_TILES = 2048
 _LEAST_COLUMNS_HEAD = 65536
 _MOST_ROWS_HOPPER_PARTS = 256
 _MOST_ROWS_RING = 64
 _RING_BYTES = 220 << 10
-"""Of the slots of a program of ``hopper_ring``: all of a multiprocessor's shared memory."""
+"""Bytes of the slots of a program of ``hopper_ring``: all of a multiprocessor's shared memory."""
 _MOST_PROGRAMS = 132
 """Multiprocessors of a Hopper GPU."""
 _LEAST_PROGRAMS = 96
-"""Tiles of 64 columns of a product that is not cut into parts; less was not measured."""
+"""Fewest 64-column tiles of a product that is not split into parts; fewer were not measured."""
 _BYTES_AHEAD = 64 << 10
-"""Of the weights of a program of ``hopper_ring`` that are brought to the second-level cache."""
+"""Bytes of weights that a program of ``hopper_ring`` prefetches to L2."""
 
 
 class Plan(NamedTuple):
-    """How the weight is cut into programs."""
+    """Tile sizes of a kernel."""
 
     kind: str
-    """``few``, ``tiles``, ``resident`` or ``ring``, the kernel."""
+    """The kernel: ``few``, ``tiles``, ``resident`` or ``ring``."""
     tile_m: int
     """Rows of ``x`` of a program."""
     tile_n: int
-    """Rows of the weight of a program; of a gated one as many of the gate and of the other."""
+    """Rows of the weight of a program; of a gated one as many of the gate and of the up rows."""
     tile_k: int
-    """Numbers of a row that are read at a time."""
+    """Columns that are loaded at a time."""
     num_warps: int
     stages: int = 1
-    """Tiles of ``tiles`` that are on their way at a time, or slots of ``ring``."""
+    """Tiles of ``tiles`` in flight, or slots of ``ring``."""
     parts: int = 1
-    """Ranges that the numbers of a row are cut into, each for programs of its own."""
+    """Split-K: ranges of columns, each for programs of its own."""
     ahead: int = 0
-    """Tiles after those of the first slots that are brought to the second-level cache."""
+    """Tiles after those of the first slots that are prefetched to L2."""
 
 
 def make_plan(problem: Problem, *, is_small: bool = False) -> Plan:
-    """The cut for a problem that ``supports`` takes; a small GPU has less shared memory."""
+    """Tiles for a supported problem; a small GPU has less shared memory."""
     if _is_few(problem):
         return _plan_few(problem)
     plan = _plan_tiles(problem)
@@ -81,7 +81,7 @@ def _is_few(problem: Problem) -> bool:
 
 def _plan_few(problem: Problem) -> Plan:
     size = problem.size
-    # One tile of whole rows, or many passes of 2048 numbers over rows that it divides.
+    # One pass over whole rows, or passes of 2048 columns if that divides them.
     width = power_of_2(size)
     if width > 4096 or (size == 4096 and problem.num_rows == 1):
         width = 2048 if size % 2048 == 0 or size > 8192 else 4096
@@ -104,7 +104,7 @@ def _plan_tiles(problem: Problem) -> Plan:
 
 
 def plan_resident(problem: Problem) -> Plan | None:
-    """The cut of a product whose weight waits in registers; ``None`` if it does not fit there."""
+    """Tiles of ``resident_kernel``; ``None`` if the weight does not fit in registers."""
     tile_m = 8 if problem.num_rows <= 8 else 16  # more do not fit into registers
     num_warps, tile_k = 8, 128 if problem.size % 1024 == 0 else 64
     tile_n = 16 if problem.is_gated or problem.num_columns < _LEAST_COLUMNS_RESIDENT else 32
@@ -117,7 +117,7 @@ def plan_resident(problem: Problem) -> Plan | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_resident(problem: Problem, device: DeviceInfo) -> bool:
-    """Whether ``hopper`` takes less time than a product and its norm and residual in launches."""
+    """Whether ``hopper`` is faster than a product, norm and residual in separate launches."""
     return (
         0 < problem.num_rows <= MOST_RESIDENT
         and problem.dtype.itemsize == 2
@@ -129,12 +129,12 @@ def is_resident(problem: Problem, device: DeviceInfo) -> bool:
 
 
 def _rows_of_tile(problem: Problem) -> int:
-    """16, or 64 as a warpgroup multiplies; 32 take half as long again as 64 on an H200."""
+    """16 rows, or 64 as of ``wgmma``; with 32 a layer takes 1.5 times as long as with 64 (H200)."""
     return 16 if problem.num_rows <= 16 else 64
 
 
 def plan_parts(problem: Problem) -> Plan:
-    """The cut of a product with few columns, whose parts are summed by what comes next."""
+    """Tiles of a split-K product, whose parts the next kernel sums."""
     tile_m = _rows_of_tile(problem)
     tile_k = 128
     while problem.size % tile_k:
@@ -147,11 +147,11 @@ def plan_parts(problem: Problem) -> Plan:
 
 
 def plan_hopper_parts(problem: Problem) -> Plan:
-    """The cut of partial products whose operands the copy engine loads.
+    """Tiles of a split-K product by ``ring_kernel``.
 
-    Of up to 64 rows all of a program's numbers are on their way at a time where they fit, and
-    two programs find room on a multiprocessor. With more rows one program with six slots is enough.
-    A large weight streams; as many parts as give most multiprocessors a program.
+    With up to 64 rows all of a program's operands are in flight at once if they fit, and two
+    programs fit on a multiprocessor. With more rows one program with six slots is enough. A large
+    weight is streamed, in as many parts as give most multiprocessors a program.
     """
     if problem.num_bytes > _MOST_BYTES_TILES and problem.num_rows <= _MOST_ROWS_RING:
         parts, programs = 1, -(-problem.num_columns // 64)
@@ -169,10 +169,10 @@ def plan_hopper_parts(problem: Problem) -> Plan:
 
 
 def plan_ring(problem: Problem) -> Plan:
-    """The cut of a product whose weight streams through shared memory.
+    """Tiles of ``ring_kernel``.
 
-    A program takes 128 columns where 64 would be more programs than multiprocessors, but for a
-    gated product of more than 32 rows, which would have five slots only.
+    A program computes 128 columns if tiles of 64 would be more than multiprocessors, except for a
+    gated product of more than 32 rows, which would have only five slots.
     """
     is_tall = problem.is_gated and problem.num_rows > 32
     is_wide = -(-problem.num_columns // 64) > _MOST_PROGRAMS and not is_tall
@@ -180,10 +180,10 @@ def plan_ring(problem: Problem) -> Plan:
 
 
 def _plan_stream(problem: Problem, tile_n: int, parts: int) -> Plan:
-    """Slots of 32 KiB of the weight at most, and as many as find room.
+    """Slots of at most 32 KiB of the weight, as many as fit in shared memory.
 
-    Where a multiprocessor has many programs, one after the other, as in an output head, two share
-    it: one requests its first weights while the other ends.
+    If a multiprocessor gets many programs, as for an output head, two share it: one loads its
+    first weights while the other ends.
     """
     tile_m = next(rows for rows in (8, 16, 32, 64) if problem.num_rows <= rows or rows == 64)
     rows = tile_n * (1 + problem.is_gated)
@@ -198,7 +198,7 @@ def _plan_stream(problem: Problem, tile_n: int, parts: int) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def is_faster_in_parts_on_hopper(problem: Problem, device: DeviceInfo) -> bool:
-    """Whether ``partial_products`` by ``hopper_ring`` takes less time than other products."""
+    """Whether ``partial_products`` by ``hopper_ring`` is faster than other implementations."""
     if not _is_hopper(device) or problem.dtype.itemsize != 2:
         return False
     if problem.num_bytes > _MOST_BYTES_TILES:
@@ -213,7 +213,7 @@ def is_faster_in_parts_on_hopper(problem: Problem, device: DeviceInfo) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_faster_in_ring(problem: Problem, device: DeviceInfo) -> bool:
-    """Whether ``hopper_ring`` takes less time than torch's product and the activation after it."""
+    """Whether ``hopper_ring`` is faster than torch's product and a separate activation."""
     return -(-problem.num_columns // 64) >= _LEAST_PROGRAMS and _is_streamed(problem, device)
 
 
@@ -234,7 +234,7 @@ def _is_streamed(problem: Problem, device: DeviceInfo) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_faster_in_parts(problem: Problem) -> bool:
-    """Whether ``partial_products`` takes less time than a product that ends in one program."""
+    """Whether ``partial_products`` is faster than a product without split-K."""
     return (
         MOST_FEW < problem.num_rows <= MOST_ROWS
         and problem.dtype.itemsize == 2
@@ -248,7 +248,7 @@ def is_faster_in_parts(problem: Problem) -> bool:
 _MOST_ROWS_CPU = 64
 _MOST_ROWS_MATRIX_UNITS = 16
 _LEAST_BYTES_CPU = {4: 1 << 18, 2: 1 << 16}
-"""Of a weight, by the bytes of a number: with less, the call takes longer than the product."""
+"""Bytes of a weight, by element size: below that, the call takes longer than the product."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -279,7 +279,7 @@ def _most_rows_on_cpu(dtype: torch.dtype) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def is_faster(problem: Problem) -> bool:
-    """Whether the kernel here takes less time than torch's product and what goes with it."""
+    """Whether ``triton`` is faster than torch's product, norm and epilogue."""
     num_rows, size, num_columns, dtype = problem[:4]
     if not 0 < num_rows <= MOST_ROWS or dtype == torch.float64 or size * dtype.itemsize % 16:
         return False

@@ -1,4 +1,4 @@
-"""What decides which implementation runs, and how."""
+"""The problem of a linear layer of few rows: what chooses its implementation and plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Problem(NamedTuple):
     num_rows: int
     """Rows of ``x``."""
     size: int
-    """Numbers of a row of ``x``, and of the weight."""
+    """Elements of a row of ``x``, and of the weight."""
     num_columns: int
-    """Numbers of a row of the result; a gated weight has twice as many rows."""
+    """Elements of a row of the result; a gated weight has twice as many rows."""
     dtype: torch.dtype
     is_gated: bool = False
     has_norm: bool = False

@@ -1,4 +1,4 @@
-"""The same by torch's own operations, one after the other."""
+"""A linear layer with norm and epilogue by torch's own operations."""
 
 from __future__ import annotations
 

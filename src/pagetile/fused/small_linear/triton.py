@@ -1,15 +1,14 @@
-"""Products of few rows with a large matrix on a GPU, near the bandwidth of reading the matrix.
+"""Linear layers of few rows on a GPU, bound by the bandwidth of reading the weight.
 
 ::
 
     y[m, n] = epilogue(sum_k norm(x)[m, k] * weight[n, k])
 
-    few    1 to 4 rows: a program has TILE_N whole rows of the weight, in registers
-    tiles  up to 64 rows: a program multiplies TILE_N rows of the weight by tensor cores
+    few    1 to 4 rows: a program reduces TILE_N whole rows of the weight in registers
+    tiles  up to 64 rows: a program multiplies TILE_N rows of the weight on tensor cores
 
-With programmatic dependent launch (``PDL``) a program asks for its rows of the weight, which no
-kernel before it writes, and only then waits for the previous kernel: reading does not pause
-between one product and the next.
+With programmatic dependent launch (``PDL``) a program loads or prefetches its rows of the weight,
+and only then waits for the previous kernel: memory is not idle between two layers.
 
 The epilogue adds a bias, computes ``activation(gate) * up`` of a weight that holds the rows of
 the gate before those of the up projection, and adds a residual. It rounds to the type of ``x``
@@ -59,7 +58,7 @@ def _round(x, DTYPE: tl.constexpr):
 def finish(
     y, up, bias, up_bias, dtype: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """The product with its bias, and the activation of a gated one; float32, rounded."""
+    """Add the bias, and apply a gated product's activation; float32, rounded to ``dtype``."""
     if HAS_BIAS:
         y += bias
     y = _round(y, dtype)
@@ -90,10 +89,10 @@ def few_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,  # M, or the next power of 2
     TILE_N: tl.constexpr,
-    W: tl.constexpr,  # numbers of a row that a program has at a time
+    W: tl.constexpr,  # columns that are loaded at a time
     PDL: tl.constexpr,
 ):
-    """See the module."""
+    """See the module docstring. Grid: tiles of ``TILE_N`` rows of the weight."""
     dtype: tl.constexpr = out.dtype.element_ty
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     column = tl.arange(0, W)
@@ -102,7 +101,7 @@ def few_kernel(
     up_at = at + num_columns.to(tl.int64) * K
     inside = is_row[:, None] & (column < K)[None, :]
 
-    # What the previous kernel does not write.
+    # Load what does not depend on the previous kernel.
     tile = tl.load(at, mask=inside, other=0.0)
     if ACTIVATION != "":
         up_tile = tl.load(up_at, mask=inside, other=0.0)
@@ -161,7 +160,7 @@ def few_kernel(
 
 @triton.jit
 def _prefetch(weight, first, end, K: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Bring parts of rows into the second-level cache, a line of 128 bytes at a time."""
+    """Prefetch parts of rows to L2, a line of 128 bytes at a time."""
     line: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
     lines: tl.constexpr = (PART + line - 1) // line
     step: tl.constexpr = 128
@@ -197,14 +196,14 @@ def tiles_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """See the module."""
+    """See the module docstring. Grid: tiles of the weight's rows × tiles of x × ``PARTS``."""
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * TILE_N
     n = first + tl.arange(0, TILE_N)
     m = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     column = tl.arange(0, TILE_K)
     is_row, is_column = n < num_columns, m < num_rows
-    # Rows beyond the end are read again from the last one, and not written.
+    # Rows past the end repeat the last one, and are not stored.
     row = tl.where(is_row, n, num_columns - 1).to(tl.int64)
     part: tl.constexpr = K // PARTS
     if PARTS > 1:
@@ -288,8 +287,8 @@ def run(
     out = x.new_empty(*x.shape[:-1], num_columns)
     tensors: list[Any] = [x, weight, *others]
     if not launch.launcher.constants.get("M"):
-        del tensors[2]  # the kernel of tiles has no norm
-    # Any address will do for what is not there.
+        del tensors[2]  # ``tiles_kernel`` has no norm
+    # Absent tensors are never read, so any address will do.
     launch(out, *(x if tensor is None else tensor for tensor in tensors))
     return out
 
@@ -323,7 +322,7 @@ def _prepare_parts(problem: Problem, stride: int, is_aligned: bool, is_early: bo
 
 
 def row_stride(x: Tensor) -> int:
-    """Numbers from one row to the next."""
+    """Elements from one row to the next."""
     return x.stride(-2) if x.dim() > 1 else x.shape[-1]
 
 
@@ -340,7 +339,7 @@ def _prepare(
     is_small: bool,
     is_early: bool,
 ) -> Launch:
-    """All but the tensors."""
+    """The launch without its tensors."""
     plan = make_plan(problem, is_small=is_small)
     unit = 16 // problem.dtype.itemsize
     launcher = make_launcher(
@@ -366,7 +365,7 @@ def make_launcher(
     is_aligned: bool = True,
     is_early: bool = True,
 ) -> Launcher:
-    """The kernel for a plan and rows of ``size``."""
+    """The launcher for a plan and rows of ``size``."""
     given = POINTERS[dtype] + ":16" * is_aligned
     stride = f"i32:{16 // dtype.itemsize}" if is_aligned else "i32"
     names = ("x", "weight", "norm_weight", "bias", "residual")

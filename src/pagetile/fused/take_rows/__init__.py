@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers: embeddings, and angles of positions."""
+"""Look up rows of a table by index: embeddings, and angles of positions."""
 
 from .api import take_rows
 

@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers, in one launch that begins early."""
+"""Look up rows of a table by index, in one launch that starts before the previous kernel ends."""
 
 from __future__ import annotations
 

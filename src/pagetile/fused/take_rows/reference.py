@@ -1,4 +1,4 @@
-"""The same by torch's own operation."""
+"""Look up rows of a table by torch's own operation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows of a table on a GPU: a program has ``TILE`` numbers of one row.
+"""Embedding lookup on a GPU: a program copies ``TILE`` elements of one row.
 
-What is not in the table is read from its first or last row: a wrong number reads no memory that
-is not the table's. Supports float32, float16 and bfloat16.
+A row number outside the table is clamped to its first or last row, so that no other memory is read.
+Supports float32, float16 and bfloat16.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ vLLM has removed these kernels; code that calls them goes on with one changed li
 
     from pagetile.integrations import vllm_ops as ops  # instead of: from vllm import _custom_ops
 
-The cache is x-packed, as in vLLM's documents, and is read as it lies::
+The cache is x-packed, as in vLLM's documents, and is read in place::
 
     key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]     x = 16 bytes
     value_cache  [num_blocks, num_kv_heads, head_size, block_size]

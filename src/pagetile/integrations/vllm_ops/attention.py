@@ -39,7 +39,7 @@ def paged_attention_v1(
 ) -> None:
     """Attention of one new token a sequence over an x-packed cache; writes ``out``.
 
-    The cache is read as it lies. Keys and values past a sequence's end, and table entries past its
+    The cache is read in place. Keys and values past a sequence's end, and table entries past its
     last block, may be anything. A sequence of length 0 gives 0. It can be captured in a CUDA graph
     and replayed with other lengths up to ``max_seq_len``.
 

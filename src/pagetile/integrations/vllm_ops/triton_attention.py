@@ -1,14 +1,13 @@
 """Decode over an x-packed cache on a GPU, in one launch: ``out = softmax(q · Kᵀ · scale) · V``.
 
 One program computes one partition (``split_tiles`` tiles of keys) of one sequence for all query
-heads of one KV head, so a key is read once however many heads share it. The cache is read as it
-lies::
+heads of one KV head, so a key is read once for all heads that share it. The cache::
 
     k_cache[block, head]  [SIZE / X, BLOCK_SIZE, X]     X elements of a key are 16 bytes
     v_cache[block, head]  [SIZE, BLOCK_SIZE]            the tokens of a column lie side by side
 
-A tile of keys is loaded as ``[SIZE / X, TILE_N, X]``, a tile of values as ``[SIZE, TILE_N]``. In
-shared memory both are right for ``ldmatrix``: operands of the products are read without conversion.
+A tile of keys is loaded as ``[SIZE / X, TILE_N, X]``, a tile of values as ``[SIZE, TILE_N]``:
+layouts from which ``ldmatrix`` reads the products' operands, without conversion.
 
 A sequence of one partition is written to ``out``. Otherwise every program stores the state of its
 keys in float32, and the last one to arrive merges them in the order of the keys: the result does
@@ -69,7 +68,7 @@ def _attend_tile(
     HAS_ALIBI: tl.constexpr, SPARSE: tl.constexpr, IS_LAST: tl.constexpr, TILE_N: tl.constexpr,
     D: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys into the rows' state; ``IS_LAST``: some are past the end."""
+    """Add one tile of keys to the rows' softmax state; ``IS_LAST``: some are past the end."""
     CHUNKS: tl.constexpr = D // X
     key = tile * TILE_N + tl.arange(0, TILE_N)
     chunk, element = tl.arange(0, CHUNKS), tl.arange(0, X)
@@ -89,19 +88,19 @@ def _attend_tile(
             key, seq_len, q_heads, kv_head, num_heads, num_kv_heads, tp_rank, local_blocks,
             vert_stride, sparse_size, sliding_step, BLOCK_SIZE,
         )  # fmt: skip
-        wanted = tl.max_constancy(tl.max(sees.to(tl.int32), 0), ALIGNED) > 0
+        used = tl.max_constancy(tl.max(sees.to(tl.int32), 0), ALIGNED) > 0
         if IS_LAST:
-            wanted &= key // BLOCK_SIZE * BLOCK_SIZE < seq_len
+            used &= key // BLOCK_SIZE * BLOCK_SIZE < seq_len
         k_tile = tl.load(
-            k_head + k_at, mask=(chunk * X < SIZE)[:, None, None] & wanted[None, :, None], other=0.0
+            k_head + k_at, mask=(chunk * X < SIZE)[:, None, None] & used[None, :, None], other=0.0
         )
-        v_tile = tl.load(v_head + v_at, mask=(column < SIZE)[:, None] & wanted[None, :], other=0.0)
+        v_tile = tl.load(v_head + v_at, mask=(column < SIZE)[:, None] & used[None, :], other=0.0)
     elif IS_LAST:
-        wanted = key // BLOCK_SIZE * BLOCK_SIZE < seq_len
+        used = key // BLOCK_SIZE * BLOCK_SIZE < seq_len
         k_tile = tl.load(
-            k_head + k_at, mask=(chunk * X < SIZE)[:, None, None] & wanted[None, :, None], other=0.0
+            k_head + k_at, mask=(chunk * X < SIZE)[:, None, None] & used[None, :, None], other=0.0
         )
-        v_tile = tl.load(v_head + v_at, mask=(column < SIZE)[:, None] & wanted[None, :], other=0.0)
+        v_tile = tl.load(v_head + v_at, mask=(column < SIZE)[:, None] & used[None, :], other=0.0)
     elif SIZE == D:
         k_tile = tl.load(k_head + k_at)
         v_tile = tl.load(v_head + v_at)
@@ -157,7 +156,7 @@ def paged_attention_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     # Which keys of which heads.
     ROW_TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     part = tl.program_id(0) % max_parts
@@ -278,7 +277,7 @@ def _merge_parts(
         is_part = part < num_parts
         slot = first_slot + part
         at = part_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
-        # .cg: from the second-level cache, where the other programs' stores are.
+        # .cg: from L2, since L1 may not have the other programs' stores.
         ms = tl.load(at, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
         ls = tl.load(at + ROWS, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
         accs = tl.load(

@@ -6,8 +6,8 @@
     key_cache[block, head, d // X, offset, d % X] = key[token, head, d] / k_scale
     value_cache[block, head, d, offset]           = value[token, head, d] / v_scale
 
-A program moves ``TILE_T`` tokens of one head. X elements of a key are one store of 16 bytes;
-neighbouring tokens of a value's column meet in the second-level cache.
+A program moves ``TILE_T`` tokens of one head. X elements of a key are one store of 16 bytes.
+Stores of a value have the size of an element; L2 joins those of neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TILE = 2048  # elements of a program's keys, and of its values
 
 @triton.jit
 def _divide(x, scale, LARGEST: tl.constexpr):
-    """``x / scale``, clamped to the largest code; NaN stays."""
+    """``x / scale``, clamped to the cache type's largest value; NaN stays."""
     bound = LARGEST * scale
     x = tl.maximum(x.to(tl.float32), -bound, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
@@ -51,29 +51,29 @@ def reshape_and_cache_kernel(
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr, LARGEST: tl.constexpr,
     TILE_T: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring. Grid: ``tiles of TILE_T tokens · num_heads``, heads fastest."""
     token = (tl.program_id(0) // num_heads).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     column = tl.arange(0, D)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    wanted = (slot >= 0)[:, None] & (column < SIZE)[None, :]
-    # Both loads before any store: they wait for memory together.
+    mask = (slot >= 0)[:, None] & (column < SIZE)[None, :]
+    # Both loads come before any store, so that their latencies overlap.
     new_k = tl.load(
-        key + (token * k_token + head * k_head)[:, None] + column[None, :], mask=wanted, other=0.0
+        key + (token * k_token + head * k_head)[:, None] + column[None, :], mask=mask, other=0.0
     )
     new_v = tl.load(
-        value + (token * v_token + head * v_head)[:, None] + column[None, :], mask=wanted, other=0.0
+        value + (token * v_token + head * v_head)[:, None] + column[None, :], mask=mask, other=0.0
     )
     if LARGEST > 0:
         new_k = _divide(new_k, tl.load(k_scale), LARGEST)
         new_v = _divide(new_v, tl.load(v_scale), LARGEST)
     k_at = (block * key_block + head * key_head + offset * X)[:, None]
     k_at += (column // X * (BLOCK_SIZE * X) + column % X)[None, :]
-    tl.store(key_cache + k_at, new_k.to(key_cache.dtype.element_ty), mask=wanted)
+    tl.store(key_cache + k_at, new_k.to(key_cache.dtype.element_ty), mask=mask)
     v_at = (block * value_block + head * value_head + offset)[:, None]
     v_at += (column * BLOCK_SIZE)[None, :]
-    tl.store(value_cache + v_at, new_v.to(value_cache.dtype.element_ty), mask=wanted)
+    tl.store(value_cache + v_at, new_v.to(value_cache.dtype.element_ty), mask=mask)
 
 
 def run(
@@ -96,7 +96,7 @@ def run(
     )
     num_tokens, num_heads = key.shape[:2]
     tiles = -(-num_tokens // launcher.constants["TILE_T"])
-    any_scale = slot_mapping  # any address will do
+    any_scale = slot_mapping  # absent scales are never read
     launcher(
         (tiles * num_heads, 1, 1),
         *tensors, slot_mapping, any_scale if k_scale is None else k_scale,

@@ -19,7 +19,7 @@ from .checks import PARTITION_SIZE, BlockSparse, Problem
 from .triton_attention import paged_attention_kernel
 
 _MOST_ROWS = 32
-"""Query heads of one program; a larger group is cut, and its keys are read once for each part."""
+"""Query heads of one program; a larger group is split, and each part reads the keys again."""
 _NARROW = 1 << 31
 """Offsets up to here are computed in 32 bits."""
 _MERGED_AT_ONCE = 4096
@@ -45,7 +45,7 @@ def refuse_device(device: torch.device, kv_dtype: torch.dtype) -> None:
 
 
 def choose_tiles(problem: Problem, is_sparse: bool = False) -> Tiles:
-    """Tiles of 8 to 16 KiB of keys and as many of values, two or more of which are on their way.
+    """Tiles of 8 to 16 KiB of keys and as many of values, with two or more loads in flight.
 
     Two warps wait for each other less than four: as fast where memory is busy, and up to a quarter
     faster where a multiprocessor has one or two programs (measured on an H100; heads of 256 spill
@@ -65,15 +65,16 @@ def choose_tiles(problem: Problem, is_sparse: bool = False) -> Tiles:
 
 
 def choose_split(problem: Problem, longest: int, tile_n: int, num_workers: int) -> int:
-    """Keys of a partition of ``paged_attention_v1``: so many that all multiprocessors have work.
+    """Keys of a partition of ``paged_attention_v1``: few enough that all multiprocessors have work.
 
-    With few heads in all, two programs a multiprocessor, since merging takes time; with many, more
-    of them even out the end. Fewer keys than 512 a program cost more to merge than they bring.
+    With few heads in all, two programs a multiprocessor, since merging takes time; with many,
+    eight, so that they end at about the same time. Partitions below 512 keys cost more to merge
+    than they save.
     """
     row_tiles = -(-problem.group // _rows_of(problem))
     pairs = problem.num_seqs * problem.num_kv_heads * row_tiles
-    wanted = (2 if pairs < num_workers else 8) * num_workers
-    parts = max(1, -(-wanted // pairs))
+    num_programs = (2 if pairs < num_workers else 8) * num_workers
+    parts = max(1, -(-num_programs // pairs))
     return max(512, -(-longest // (parts * tile_n)) * tile_n)
 
 
@@ -100,7 +101,7 @@ def run(
     if partitions is None:
         workers = DeviceInfo.of(query.device).num_workers
         split = choose_split(problem, longest, tiles.tile_n, workers)
-    exp_sum, max_logits, tmp_out = partitions or (out, out, out)  # any address will do
+    exp_sum, max_logits, tmp_out = partitions or (out, out, out)  # absent: never written
     sums: tuple[int, ...] = (0, 0)
     tmp: tuple[int, ...] = (0, 0, 0)
     if partitions is not None:
@@ -156,7 +157,7 @@ def make_launcher(
         tiles: How keys are walked.
         has_alibi: Whether there are slopes.
         is_sparse: Whether blocks are left out.
-        writes_partitions: Whether each partition's result is wanted.
+        writes_partitions: Whether each partition's result is written.
         is_aligned: Whether every row and page begins at a multiple of 16 bytes, at least.
         is_narrow: Whether strides fit in 32 bits, which saves registers.
     """

@@ -1,7 +1,7 @@
-"""Attention on a CPU: ``tiles.cpu.forward`` over keys and values that lie in a row.
+"""Attention on a CPU: ``tiles.cpu.forward`` over contiguous keys and values.
 
-To that walk every cache is paged. A sequence's keys are one block: the sequence's own slice of a
-dense tensor, or, in a ragged one, the block that begins at the sequence's first key.
+That kernel reads paged caches, so a sequence's keys are passed as one block: the sequence's slice
+of a dense tensor, or, in a ragged one, the block that begins at the sequence's first key.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def run(problem, q, k, v, lengths, options):
-    """Say where each sequence begins, and attend."""
+    """Describe each sequence as a block, and attend."""
     plan = make_plan(problem, DeviceInfo.of(q.device))
-    rows = q if problem.is_ragged else q.flatten(0, 1)  # copies what no strides describe
+    rows = q if problem.is_ragged else q.flatten(0, 1)  # copies if strides do not allow it
     out = q.new_empty(*rows.shape[:2], problem.v_head_size)
     lse = q.new_empty(rows.shape[:2], dtype=torch.float32)
     if problem.is_ragged:
@@ -41,7 +41,7 @@ def run(problem, q, k, v, lengths, options):
     call = make_call(
         rows, k, v, out, lse, options, plan, block_tables=tables, seq_lens=seq_lens,
         cu_seqlens_q=starts_q, block_size=block_size, k_strides=strides[0], v_strides=strides[1],
-        turned=True, block_mask=options.block_mask,
+        transposed=True, block_mask=options.block_mask,
     )  # fmt: skip
     attend(call, problem.num_kv_heads, plan)
     return AttentionOutput(out.view(*q.shape[:-1], out.shape[-1]), lse.view(q.shape[:-1]))

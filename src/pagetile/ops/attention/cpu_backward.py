@@ -1,4 +1,4 @@
-"""The gradients of attention on a CPU: five products a tile, nothing saved but out and lse.
+"""Attention backward on a CPU: scores are recomputed from the saved log-sum-exp, tile by tile.
 
 ::
 
@@ -11,9 +11,9 @@
               │ dK dV  │ ·  │ P  │ …                     dV += Pᵀ dout,  dK += dSᵀ Q,  dQ += dS K
               └────────┴────┴────┴──                 store dK, dV
 
-One *item* of work is a KV head of a sequence and some of its queries: it is the only one to add
-to their ``dQ``, and it has its own ``dK`` and ``dV``, which are summed at the end in the order of
-the items. So nothing is atomic, and the same inputs give the same bits.
+A work item is a KV head of a sequence and a chunk of its queries. No other item adds to the ``dQ``
+of these queries, and each has its own ``dK`` and ``dV``, which are summed at the end in a fixed
+order. So nothing is atomic, and the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ...tiles.cpu.threads import on_team, run_together
 from .problem import Problem, strides_of
 
 TILE = 64  # queries, and keys, of a tile
-_SMALL = 1 << 18  # multiply-adds of a product that take a thread about as long as waking another
+_SMALL = 1 << 18  # multiply-adds: fewer take one thread no longer than waking a second
 
 GradientsCall = namedtuple(
     "GradientsCall",
@@ -57,7 +57,7 @@ GradientsCall = namedtuple(
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 GradientsScratch = namedtuple(
-    "GradientsScratch", "q d_out k k_turned v_turned s ds dk dv rest lse delta"
+    "GradientsScratch", "q d_out k k_transposed v_transposed s ds dk dv rest lse delta"
 )
 GradientsItem = namedtuple("GradientsItem", "seq kv_head first_row end_row first_key end_key part")
 
@@ -82,7 +82,7 @@ def _differentiate(parallel, num_threads, call, num_seqs, num_kv_heads, num_chun
 
 @inner()
 def _take_items(call, num_seqs, num_kv_heads, num_chunks, counter, scratch):
-    """Take items until none is left."""
+    """Compute work items until none is left."""
     while True:
         taken = take_number(counter)
         if taken >= num_seqs * num_kv_heads * num_chunks:
@@ -140,12 +140,12 @@ def _load_keys(call, scratch, item, n, keys):
     row = item.first_key + n if ragged else n
     seq = 0 if ragged else item.seq
     at = seq * call.v_seq + row * call.v_token + item.kv_head * call.v_head
-    # By way of the room for rows of d_out, which come after.
+    # scratch.d_out is free here: _load_queries fills it later.
     load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size, TILE)
-    transpose(scratch.v_turned, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
+    transpose(scratch.v_transposed, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
     at = seq * call.k_seq + row * call.k_token + item.kv_head * call.k_head
     load_rows(scratch.k, call.width, call.k, at, call.k_token, keys, call.head_size, TILE)
-    transpose(scratch.k_turned, TILE, scratch.k, call.width, TILE, call.width)
+    transpose(scratch.k_transposed, TILE, scratch.k, call.width, TILE, call.width)
 
 
 @inner()
@@ -161,7 +161,7 @@ def _load_queries(call, scratch, item, head, m, rows):
     )
     for r in range(rows):
         at = (item.first_row + m + r) * call.num_heads + head
-        # A row that sees no key has no weights: 2 ** (s - inf) is 0.
+        # A row without a visible key gets weights of 0: 2 ** (s - inf).
         scratch.lse[r] = call.lse[at] * LOG2_E if call.lse[at] > -np.inf else np.inf
         scratch.delta[r] = call.delta[at]
 
@@ -173,17 +173,17 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     columns = (keys + 15) // 16 * 16
     _load_queries(call, scratch, item, head, m, rows)
     multiply(
-        scratch.s, 0, TILE, scratch.q, 0, width, 1, scratch.k_turned, TILE,
+        scratch.s, 0, TILE, scratch.q, 0, width, 1, scratch.k_transposed, TILE,
         padded, columns, width, False,
     )  # fmt: skip
     multiply(
-        scratch.ds, 0, TILE, scratch.d_out, 0, v_width, 1, scratch.v_turned, TILE,
+        scratch.ds, 0, TILE, scratch.d_out, 0, v_width, 1, scratch.v_transposed, TILE,
         padded, columns, v_width, False,
     )  # fmt: skip
     position = m + item.end_key - item.end_row
     _differentiate_tile(call, scratch, head, position - n, rows, keys, columns)
     if call.block_q > 0:
-        _hide_blocks(call, scratch, item.seq, head, m, rows, n, keys)
+        _mask_blocks(call, scratch, item.seq, head, m, rows, n, keys)
     multiply(
         scratch.dv, 0, v_width, scratch.s, 0, 1, TILE, scratch.d_out, v_width,
         (keys + 3) // 4 * 4, v_width, rows, True,
@@ -195,7 +195,7 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     to = ((item.first_row + m) * call.num_heads + head) * width
     whole, step = rows // 4 * 4, call.num_heads * width
     multiply(call.dq, to, step, scratch.ds, 0, TILE, 1, scratch.k, width, whole, width, keys, True)
-    if whole < rows:  # what lies below in dQ may be another thread's
+    if whole < rows:  # a block of four rows would also write rows of dQ of another thread
         multiply(
             scratch.rest, 0, width, scratch.ds, whole * TILE, TILE, 1, scratch.k, width,
             4, width, keys, False,
@@ -208,14 +208,17 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
 
 @inner()
 def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
-    """Scores and dout · v to weights and gradients of scores; row 0 is ``distance`` past key 0."""
+    """Turn ``S`` and ``dout Vᵀ`` into ``P`` and ``dS`` in place.
+
+    The position of row 0 is ``distance`` past key 0.
+    """
     nothing, one = splat(np.float32(0)), splat(np.float32(1))
     factor = splat(np.float32(call.scale * LOG2_E))
     if call.cap > 0:
         factor = splat(np.float32(call.scale / call.cap))
     cap, scale = splat(np.float32(call.cap * LOG2_E)), splat(np.float32(call.scale))
-    tilted = len(call.slopes) > 0
-    slope = splat(call.slopes[head] * LOG2_E if tilted else np.float32(0))
+    has_alibi = len(call.slopes) > 0
+    slope = splat(call.slopes[head] * LOG2_E if has_alibi else np.float32(0))
     for r in range(rows):
         first, end = 0, keys
         if call.causal:
@@ -226,12 +229,12 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
         lse, delta = splat(-scratch.lse[r]), splat(scratch.delta[r])
         for c in range(0, columns, 16):
             at = r * TILE + c
-            s, steepness = mul(load(scratch.s, at), factor), scale
+            s, derivative = mul(load(scratch.s, at), factor), scale
             if call.cap > 0:
-                bent = tanh(s)
-                s = mul(bent, cap)
-                steepness = mul(scale, sub(one, mul(bent, bent)))
-            if tilted:
+                tanh_s = tanh(s)
+                s = mul(tanh_s, cap)
+                derivative = mul(scale, sub(one, mul(tanh_s, tanh_s)))
+            if has_alibi:
                 steps = add(lane_numbers(), splat(np.float32(c - distance - r)))
                 s = fma(slope, steps, s)
             p = exp2(add(s, lse))
@@ -241,13 +244,13 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
                 p = where_less(lane, low, nothing, p)
             store(scratch.s, at, p)
             ds = mul(p, sub(load(scratch.ds, at), delta))
-            store(scratch.ds, at, mul(ds, steepness))
+            store(scratch.ds, at, mul(ds, derivative))
     for r in range(rows, (rows + 3) // 4 * 4):
         scratch.ds[r * TILE : r * TILE + columns] = 0
 
 
 @inner()
-def _hide_blocks(call, scratch, seq, head, m, rows, n, keys):
+def _mask_blocks(call, scratch, seq, head, m, rows, n, keys):
     """Zero the weights and gradients of scores that the block mask hides."""
     for r in range(rows):
         key = n
@@ -265,7 +268,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
-    """Prepare rows, walk the items, and add up what they left."""
+    """Compute delta, run the work items, and sum dK and dV over chunks of queries."""
     device = DeviceInfo.of(q.device)
     delta = (d_out.float() * out.float()).sum(dim=-1)
     if d_lse is not None:
@@ -301,7 +304,7 @@ def run_backward(problem, d_out, d_lse, q, k, v, out, lse, lengths, options):
 
 
 def _cut(problem, device):
-    """Threads, pieces that a sequence's queries are cut into, and queries of a piece."""
+    """Return the number of threads, chunks of a sequence's queries, and queries of a chunk."""
     pairs = problem.num_seqs * problem.max_query_len * problem.max_seq_len
     work = pairs * problem.num_heads * (problem.head_size + problem.v_head_size)
     num_threads = device.num_workers if work > _SMALL else 1

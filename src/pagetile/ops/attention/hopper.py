@@ -1,4 +1,4 @@
-"""Attention on Hopper: the forward kernel of ``tiles.hopper`` over keys and values in a row.
+"""Attention on Hopper: the forward kernel of ``tiles.hopper`` over contiguous keys and values.
 
 Supports float16 and bfloat16, head sizes of keys and values to 256 in steps of 8, any group, causal
 or not, sliding windows, soft caps up to 64, ALiBi, sinks, log-sum-exp, and block masks whose blocks
@@ -38,7 +38,7 @@ def _sparse_tile(problem: Problem) -> tuple[int, int]:
 def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options
 ) -> AttentionOutput:
-    """One launch; a tensor whose rows no descriptor can say is copied before."""
+    """One launch; a tensor that TMA cannot read is copied first."""
     shape = q.shape[:-1]
     lists = None
     if options.block_mask is not None and q.numel() and k.numel():

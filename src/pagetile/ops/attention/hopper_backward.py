@@ -1,4 +1,4 @@
-"""The gradients of attention on Hopper: what runs, and the launches. See ``hopper_gradients``.
+"""Attention backward on Hopper: what it supports, and the launches. See ``hopper_gradients``.
 
 Supports float16 and bfloat16, dense batches, head sizes to 256 in steps of 8 (equal for values),
 any group, causal or not, sliding windows, gradients of ``lse``. Everything else is for Triton's
@@ -23,7 +23,7 @@ from .problem import Lengths, Options, Problem
 from .triton_backward import prepare
 
 _LOG2_E = 1 / math.log(2)
-_ROWS = 64  # of keys, of a warpgroup
+_ROWS = 64  # keys of a warpgroup
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -57,9 +57,9 @@ def run_backward(
     lengths: Lengths,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Three launches: prepare rows, all gradients, and rounding those of the queries.
+    """Three launches: delta and lse2, all gradients, and rounding of dQ.
 
-    They take memory for the queries' gradients in float32.
+    They allocate dQ in float32.
     """
     p = problem
     d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -92,15 +92,15 @@ def run_backward(
 
 
 def keys_of(head_size: int) -> int:
-    """How many a program holds."""
+    """Keys of a program."""
     return 128 if head_size <= 128 else 64
 
 
 def _section(tiles: int, device: DeviceInfo) -> int:
-    """Pairs of sequence and KV head whose keys are walked beside each other.
+    """Pairs of sequence and KV head whose tiles of keys are neighbours in the grid.
 
-    As many as give every program two tiles: then the long ones of a causal batch begin together,
-    and what they read and add to stays in the second-level cache.
+    Enough to give every multiprocessor two tiles: then the long ones of a causal batch start
+    together, and their queries and ``dQ`` stay in L2.
     """
     return max(1, round(2 * device.num_workers / tiles))
 
@@ -120,7 +120,7 @@ def _in_a_row(x: Tensor) -> Described:
 def make_launcher(
     dtype: torch.dtype, head_size: int, group: int, causal: bool, has_window: bool, has_end: bool
 ) -> GluonLauncher:
-    """The kernel of all gradients."""
+    """The launcher of ``gradients_kernel``."""
     name = POINTERS[dtype][1:]
     width = 64 if head_size <= 64 else 128 if head_size <= 128 else 256
     tile_m = max(64, 64 * 128 // width)
@@ -149,7 +149,7 @@ def make_launcher(
 
 @functools.lru_cache(maxsize=256)
 def make_finish(dtype: torch.dtype, head_size: int, width: int) -> Launcher:
-    """The kernel that rounds the gradients of queries."""
+    """The launcher of ``finish_kernel``."""
     types = {"d_q": f"{POINTERS[dtype]}:16", "sums": "*fp32:16"}
     types |= dict.fromkeys(("num_seqs", "num_heads", "query_len", "pitch"), "i32")
     types |= {"softmax_scale": "fp32"}

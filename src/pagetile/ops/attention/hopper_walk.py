@@ -28,7 +28,7 @@ class HopperGradientsConfig:
     GROUP: gl.constexpr  # query heads that share a KV head
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
-    HAS_END: gl.constexpr  # the last keys of a tile may not exist
+    HAS_END: gl.constexpr  # seq_len is not a multiple of the tile, so its end is masked
 
 
 @record
@@ -41,13 +41,13 @@ class GradientsBatch:
     pitch: gl.tensor  # rows from one sequence to the next, whole tiles
     seq_len: gl.tensor
     key_tiles: gl.tensor
-    section: gl.tensor  # pairs of sequence and KV head that are walked beside each other
+    section: gl.tensor  # pairs of sequence and KV head whose tiles are neighbours in the grid
     window: gl.tensor
 
 
 @record
 class QueryWalk:
-    """A program's keys, and the tiles of queries that see one of them, in their order."""
+    """A program's keys, and the tiles of queries that see any of them, as a cycle."""
 
     seq: gl.tensor
     kv_head: gl.tensor
@@ -73,7 +73,7 @@ class GradientsMemory:
 
 @gluon.jit
 def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, config):
-    """Room for a program's keys and values, and for ``STAGES`` tiles of queries."""
+    """Allocate shared memory for a program's keys and values and ``STAGES`` tiles of queries."""
     dtype: gl.constexpr = q_desc.dtype
     PARTS: gl.constexpr = config.KEYS // ROWS
     keys: gl.constexpr = [PARTS, 1, 1, ROWS, config.WIDTH]
@@ -93,7 +93,10 @@ def make_memory(k_desc, q_desc, lse2_desc, STAGES: gl.constexpr, config):
 
 @gluon.jit
 def find_walk(batch, config):
-    """Sections one after another; in each the first keys first, which most queries see."""
+    """Find this program's work: section by section, in each the first keys first.
+
+    The first keys are seen by the most queries, so the longest programs start first.
+    """
     M: gl.constexpr = config.TILE_M
     program = gl.program_id(0)
     num_pairs = batch.num_seqs * batch.num_kv_heads
@@ -113,7 +116,7 @@ def find_walk(batch, config):
     if config.CAUSAL:
         low = gl.minimum(gl.maximum(first_key - shift, 0) // M, high)
         start = low
-    else:  # programs begin apart, so that they add to different queries
+    else:  # programs start at different tiles, so that their atomics rarely collide
         start = tile * (config.KEYS // M) % gl.maximum(high, 1)
     seq = pair // batch.num_kv_heads
     return QueryWalk(seq, pair % batch.num_kv_heads, first_key, low, high, start)
@@ -121,7 +124,7 @@ def find_walk(batch, config):
 
 @gluon.jit
 def advance(walk, tile, head, step, config):
-    """The next tile of the cycle; after the last the next head's, ``step`` further."""
+    """The next tile of the cycle; after its last tile, the next head, ``step`` further."""
     tile += 1
     tile = gl.where(tile == walk.high, walk.low, tile)
     if config.GROUP > 1:
@@ -156,7 +159,7 @@ def load_role(k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory,
 
 @gluon.jit
 def as_tile(piece, R: gl.constexpr, C: gl.constexpr):
-    """GradientsMemory as products take it."""
+    """A stage of shared memory as an operand of ``wgmma``."""
     return piece._reinterpret(piece.dtype, [R, C], SWIZZLED)
 
 
@@ -176,8 +179,8 @@ def start_scores(a, b, config):
 
 
 @gluon.jit
-def weigh(s, lse2, causal_limit, num_keys, window, scale, config):
-    """From a tile's scores to its weights."""
+def recompute_weights(s, lse2, causal_limit, num_keys, window, scale, config):
+    """P = exp2(S · scale - lse2), and 0 where masked."""
     p = gl.exp2(s * scale - numbers(lse2, s))
     if config.CAUSAL or config.HAS_WINDOW or config.HAS_END:
         p = _apply_mask(p, causal_limit, num_keys, window, config)
@@ -186,7 +189,7 @@ def weigh(s, lse2, causal_limit, num_keys, window, scale, config):
 
 @gluon.jit
 def _apply_mask(p, causal_limit, num_keys, window, config):
-    """0 where a query does not see a key; ``causal_limit`` is the first query's own key."""
+    """Zero the weights of invisible keys; ``causal_limit`` is the first query's position."""
     LAYOUT: gl.constexpr = p.type.layout
     key = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     own = causal_limit + gl.arange(0, config.TILE_M, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -198,7 +201,7 @@ def _apply_mask(p, causal_limit, num_keys, window, config):
 
 @gluon.jit
 def store_rows(out, value, first_row, FIRST_COLUMN: gl.constexpr, walk, batch, config):
-    """Write a warpgroup's sums, a part of the program's keys or columns, in whole sectors."""
+    """Store a warpgroup's rows or columns of ``dK`` or ``dV`` in whole 32-byte sectors."""
     COLUMNS: gl.constexpr = value.shape[1]
     WIDE: gl.constexpr = wide_rows(COLUMNS)
     value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)

@@ -1,15 +1,15 @@
-"""The gradients of attention on Hopper for heads wider than 128; see ``hopper_gradients``.
+"""Attention backward on Hopper for heads wider than 128; see ``hopper_gradients``.
 
-What is summed up of 64 keys, 2 × 256 columns, fills the registers of two warpgroups. So a program
-holds 64 keys, and each warpgroup half of the columns of all three sums. One computes ``P``, the
-other ``dS``::
+``dK`` and ``dV`` of 64 keys, 2 × 256 columns, fill the registers of two warpgroups. So a program
+owns 64 keys, and each warpgroup half of the columns of ``dK``, ``dV`` and ``dQ``. One computes
+``P``, the other ``dS``::
 
     0:  Pᵀ = exp(k qᵀ - lse) ─┐                        ┌─ dV += Pᵀ dO   dK += dSᵀ q   dQ += dS k
                               ├─ shared memory, both ──┤
-    1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ of columns 0 to 127, and from 128 on
+    1:  dSᵀ = Pᵀ ∘ (v dOᵀ - δ)┘                        └─ 0: columns 0 to 127, 1: from 128 on
 
-The first uses ``dS`` a step after the second made it, so it waits for nothing of the same step and
-multiplies while the other computes ``dS``.
+The first warpgroup uses ``dS`` one step after the second computed it, so it multiplies while the
+second computes the next ``dS``.
 """
 
 from triton.experimental import gluon
@@ -30,9 +30,9 @@ from .hopper_walk import (
     as_tile,
     find_walk,
     numbers,
+    recompute_weights,
     start_scores,
     store_rows,
-    weigh,
 )
 
 HALF = gl.constexpr(128)  # columns of a warpgroup
@@ -50,7 +50,7 @@ class Weights:
 
 @gluon.jit
 def make_weights(dtype: gl.constexpr, config):
-    """Room for two tiles of each."""
+    """Allocate two tiles of each, and their barriers."""
     p = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
     p_barriers = make_barriers(1, 2, 1, 1)
     ds = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
@@ -59,20 +59,20 @@ def make_weights(dtype: gl.constexpr, config):
 
 @gluon.jit
 def _half_of(piece, R: gl.constexpr, INDEX: gl.constexpr):
-    """128 columns of a tile, which lie together."""
+    """128 columns of a tile; the swizzled layout stores them contiguously."""
     return piece._reinterpret(piece.dtype, [2, R, HALF], SWIZZLED).index(INDEX)
 
 
 @gluon.jit
-def _start_half(ds, k_half, config):
-    """Start the product of a warpgroup's half of the queries' gradients."""
+def _start_dq(ds, k_half, config):
+    """Start the product for a warpgroup's half of the columns of ``dQ``."""
     dq = gl.zeros([config.TILE_M, HALF], gl.float32, product_layout(HALF))
     return warpgroup_mma(ds.permute((1, 0)), k_half, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_half(d_q, dq, row, config, WG: gl.constexpr):
-    """Add it to the sums of the tile that begins with ``row``, 16 bytes a thread."""
+def _add_dq(d_q, dq, row, config, WG: gl.constexpr):
+    """Add to ``dQ`` of the tile that begins with ``row``, 16 bytes a thread."""
     LAYOUT: gl.constexpr = wide_rows(HALF)
     dq = gl.convert_layout(dq, LAYOUT)
     r = row + gl.arange(0, config.TILE_M, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -81,10 +81,10 @@ def _add_half(d_q, dq, row, config, WG: gl.constexpr):
 
 
 @gluon.jit
-def _weigh_step(
+def _p_step(
     d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys, window, scale, config
 ):  # fmt: skip
-    """The first warpgroup: ``P`` of a tile, and products with it and the previous ``dS``."""
+    """First warpgroup: compute ``P`` of a tile; multiply with it and with the previous ``dS``."""
     M: gl.constexpr = config.TILE_M
     slot = memory.barriers.slot(0, use)
     last_slot = memory.barriers.slot(0, gl.maximum(use - 1, 0))
@@ -96,26 +96,26 @@ def _weigh_step(
     weights.ds_barriers.wait_full(0, use)
     dk = warpgroup_mma(ds, _half_of(memory.q.index(last_slot), M, 0), dk, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = weigh(s, memory.lse2.index(slot), causal_limit, num_keys, window, scale, config)
+    p = recompute_weights(s, memory.lse2.index(slot), causal_limit, num_keys, window, scale, config)
     weights.p_barriers.wait_empty(0, use)
     weights.p.index(use % 2).store(p.to(k.dtype))
     fence_async_shared()
     weights.p_barriers.fill(0, use)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     memory.barriers.release_last(0, use)
-    dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), config)
+    dq = _start_dq(ds, _half_of(memory.k.index(0), ROWS, 0), config)
     d_out_half = _half_of(memory.d_out.index(slot), M, 0)
     dv = warpgroup_mma(weights.p.index(use % 2), d_out_half, dv, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     weights.ds_barriers.release(0, use)
-    _add_half(d_q, dq, previous_row, config, 0)
+    _add_dq(d_q, dq, previous_row, config, 0)
     dv = warpgroup_mma_wait(0, deps=(dv,))
     return dk, dv
 
 
 @gluon.jit
-def _change_step(d_q, dk, dv, memory, weights, use, row, config):
-    """Make what a tile's weights change by; use both."""
+def _ds_step(d_q, dk, dv, memory, weights, use, row, config):
+    """Second warpgroup: compute ``dS`` of a tile; multiply with it and with ``P``."""
     M: gl.constexpr = config.TILE_M
     slot = memory.barriers.slot(0, use)
     v = as_tile(memory.v.index(0), ROWS, config.WIDTH)
@@ -132,11 +132,11 @@ def _change_step(d_q, dk, dv, memory, weights, use, row, config):
     shared_ds.store(ds.to(v.dtype))
     fence_async_shared()
     weights.ds_barriers.fill(0, use + 1)
-    dq = _start_half(shared_ds, _half_of(memory.k.index(0), ROWS, 1), config)
+    dq = _start_dq(shared_ds, _half_of(memory.k.index(0), ROWS, 1), config)
     dv = warpgroup_mma(shared_p, _half_of(memory.d_out.index(slot), M, 1), dv, is_async=True)
     dk = warpgroup_mma(shared_ds, _half_of(memory.q.index(slot), M, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=(dq,))
-    _add_half(d_q, dq, row, config, 1)
+    _add_dq(d_q, dq, row, config, 1)
     dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
     weights.p_barriers.release(0, use)
     memory.barriers.release(0, use)
@@ -145,13 +145,13 @@ def _change_step(d_q, dk, dv, memory, weights, use, row, config):
 
 @gluon.jit
 def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup):
-    """A warpgroup: all tiles of queries that see the program's keys."""
+    """One warpgroup: visit all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = config.TILE_M
     walk = find_walk(batch, config)
     dk = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     dv = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
-    if WG == 1:  # before the first step comes one of zeros
+    if WG == 1:  # the first step reads a previous ``dS`` of zeros
         weights.ds.index(0).store(gl.zeros([ROWS, M], weights.ds.dtype, product_layout(M)))
         fence_async_shared()
         weights.ds_barriers.fill(0, 0)
@@ -164,13 +164,13 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
     for use in range(num_steps):
         if WG == 0:
             causal_limit = tile * M + num_keys - batch.query_len
-            dk, dv = _weigh_step(
+            dk, dv = _p_step(
                 d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys,
                 batch.window, scale, config,
             )  # fmt: skip
         else:
             row = head_row + tile * M
-            dk, dv = _change_step(d_q, dk, dv, memory, weights, use, row, config)
+            dk, dv = _ds_step(d_q, dk, dv, memory, weights, use, row, config)
         previous_row = head_row + tile * M
         tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, config)
     if WG == 0:  # noqa: SIM102
@@ -179,8 +179,8 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
             q_half = _half_of(memory.q.index(memory.barriers.slot(0, num_steps - 1)), M, 0)
             weights.ds_barriers.wait_full(0, num_steps)
             dk = warpgroup_mma(ds, q_half, dk, is_async=True)
-            dq = _start_half(ds, _half_of(memory.k.index(0), ROWS, 0), config)
+            dq = _start_dq(ds, _half_of(memory.k.index(0), ROWS, 0), config)
             dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-            _add_half(d_q, dq, previous_row, config, 0)
+            _add_dq(d_q, dq, previous_row, config, 0)
     store_rows(d_k, dk * softmax_scale, 0, WG * HALF, walk, batch, config)
     store_rows(d_v, dv, 0, WG * HALF, walk, batch, config)

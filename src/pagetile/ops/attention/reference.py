@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...tiles.eager import attend, mask_scores, weigh
+from ...tiles.eager import attend, mask_scores, softmax
 from ...tiles.state import AttentionOutput
 from .problem import Lengths, Options, Problem, sequences
 
@@ -91,7 +91,7 @@ def _differentiate(
     scores = mask_scores(
         scores, options.causal, options.sliding_window, options.alibi_slopes, visible
     )
-    weights, _ = weigh(scores, options.sinks)
+    weights, _ = softmax(scores, options.sinks)
     d_weights = torch.einsum("qhd,khd->hqk", d_out, v)
     mean = (weights * d_weights).sum(dim=-1, keepdim=True)
     d_scores = weights * (d_weights - mean + d_lse) * slope * options.softmax_scale

@@ -1,11 +1,11 @@
-"""The tiles that a block-sparse kernel visits, made of a ``BlockMask`` on its device.
+"""Lists of the tiles that a block-sparse kernel visits, made from a ``BlockMask`` on its device.
 
-One record a tile of queries, of int32, the longest first; or one a tile of keys, in their order::
+One int32 record for each tile of queries, the longest first, or for each tile of keys, in order::
 
-    tile · num_partial · num_full · 0 │ partial tiles … │ full tiles … │ anything
+    tile · num_partial · num_full · 0 │ partial tiles … │ full tiles … │ undefined
 
-Tiles of each kind are listed from the right to the left. A partial tile has rows and keys that do
-not see each other, by the mask, causality, the window or a sequence's end; a full one has none.
+Tiles of each kind are listed from right to left. A partial tile needs a mask, because of the block
+mask, causality, the window or a sequence's end; a full one does not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .block_mask import BlockMask
 
 FIELDS = 4
-"""Numbers of a record before its tiles."""
+"""Header words of a record."""
 
 _made: Any = WeakTensorKeyDictionary()
-"""Lists by the mask's tensor, then by all that they depend on, its version included."""
+"""Cached lists by the mask's tensor, then by sizes, options and the tensor's version."""
 
 
 def fits_tiles(block_mask: BlockMask, tile_q: int, tile_k: int) -> bool:
-    """Whether a block is made of whole tiles, so that no tile has a mask of its own."""
+    """Whether blocks are made of whole tiles, so that no tile needs the block mask."""
     return block_mask.block_q % tile_q == 0 and block_mask.block_k % tile_k == 0
 
 
@@ -112,7 +112,7 @@ def _list_tiles(
 def _pool(
     mask: Tensor, rows: tuple[int, int, int], keys: tuple[int, int, int], is_all: bool
 ) -> Tensor:
-    """From blocks to tiles: whether a tile has anything visible, or nothing hidden."""
+    """From blocks to tiles: whether any (``is_all``: every) element of a tile is visible."""
     for dim, (block, length, tile) in ((-2, rows), (-1, keys)):
         unit = math.gcd(block, tile)
         mask = mask.repeat_interleave(block // unit, dim=dim)

@@ -1,4 +1,4 @@
-"""Attention on a GPU by Triton: ``tiles.triton.forward`` over keys and values in a row."""
+"""Attention on a GPU by Triton: ``tiles.triton.forward`` over contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(
 
 
 def _floats(biases: Tensor | None, other: Tensor) -> Tensor:
-    """As the kernel reads them; something else to point at if there are none."""
+    """Return biases as the kernel reads them, or ``other`` as a placeholder."""
     given = as_floats(biases)
     return other if given is None else given
 
@@ -68,7 +68,7 @@ def make_launcher(
     has_cap: bool, has_alibi: bool, has_sinks: bool, has_whole_strides: bool, is_aligned: bool,
     is_small: bool = False,
 ) -> Launcher:  # fmt: skip
-    """The kernel for one form of call."""
+    """The launcher for these types, sizes and options."""
     given = POINTERS[dtype] + ":16" * is_aligned
     stride = f"i64:{16 // dtype.itemsize}" if has_whole_strides else "i64"
     integers = ("block_tables", "seq_lens", "cu_seqlens_q")
@@ -94,7 +94,7 @@ def make_launcher(
         "GROUP": group, "SIZE": head_size, "V_SIZE": v_head_size, "BLOCK_SIZE": 0,
         "PAGED": False, "CAUSAL": causal, "HAS_CAP": has_cap, "HAS_ALIBI": has_alibi,
         "HAS_SINKS": has_sinks, "SCALES": "none", "TILE_M": tile_m, "TILE_N": tile_n, "D": d,
-        # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
+        # Triton 3.6 gives wrong products where values are padded to less than 64 and keys are not.
         "V": max(d_v, min(d, 64)), "DOT": PRODUCTS[dtype], "VISIBLE": False,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}

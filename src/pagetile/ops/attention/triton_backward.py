@@ -1,4 +1,4 @@
-"""The gradients of attention on a GPU: which tiles, and the launches. See ``triton_gradients``."""
+"""Attention backward in Triton: tile sizes and launches. See ``triton_gradients``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .tile_lists import fits_tiles, list_tiles
 from .triton_block_sparse import LIST_TYPES, list_arguments
 from .triton_gradients import key_gradients_kernel, prepare_kernel, query_gradients_kernel
 
-_HOPPER = (9, 0)  # has the copy engine
+_HOPPER = (9, 0)  # has TMA
 
 
 @dataclass(frozen=True)
 class GradientsTiles:
-    """Of one kernel: ``m`` queries by ``n`` keys."""
+    """Tiles of one kernel: ``m`` queries by ``n`` keys."""
 
     m: int
     n: int
@@ -41,7 +41,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def key_tiles(problem: Problem, device: DeviceInfo) -> GradientsTiles:
-    """Of the kernel that holds keys and walks queries. Measured on an H200, here and below."""
+    """Tiles of ``key_gradients_kernel``. Measured on an H200, as those below."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
         return _float32_tiles(widest, GradientsTiles(64, 32, 4, 1))
@@ -54,7 +54,7 @@ def key_tiles(problem: Problem, device: DeviceInfo) -> GradientsTiles:
 
 
 def query_tiles(problem: Problem, device: DeviceInfo) -> GradientsTiles:
-    """Of the kernel that holds queries and walks keys."""
+    """Tiles of ``query_gradients_kernel``."""
     widest = max(problem.head_size, problem.v_head_size)
     if problem.dtype == torch.float32:
         return _float32_tiles(widest, GradientsTiles(32, 64, 4, 1))
@@ -72,7 +72,7 @@ def query_tiles(problem: Problem, device: DeviceInfo) -> GradientsTiles:
 
 
 def _float32_tiles(widest: int, narrow: GradientsTiles) -> GradientsTiles:
-    """``narrow`` or, of wider heads, few enough rows for registers."""
+    """``narrow``, or for wider heads tiles that fit in registers."""
     if widest <= 64:
         return narrow
     return GradientsTiles(32, 32, 4, 1) if widest <= 128 else GradientsTiles(16, 16, 4, 1)
@@ -90,7 +90,7 @@ def run_backward(
     lengths: Lengths,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Three launches: prepare rows, gradients of keys and values, gradients of queries."""
+    """Three launches: delta and lse2, dK and dV, dQ."""
     device = DeviceInfo.of(q.device)
     d_q, d_k, d_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     block_mask = options.block_mask if q.numel() and k.numel() else None
@@ -116,7 +116,7 @@ def run_backward(
     lengths_of_all = delta.shape[1], problem.max_query_len, problem.max_seq_len
 
     def shared(each: GradientsTiles, by_keys: bool) -> tuple[tuple[Any, ...], tuple[int, ...], Any]:
-        """What both kernels take: up to the lengths; then of the lists numbers, and strides."""
+        """Arguments of both kernels: those up to the lengths; then sizes and strides of lists."""
         tensors, numbers = (lse2, lse2), (0, 0, 0)
         list_strides: tuple[int, ...] = (0,) * 5
         if block_mask is not None:
@@ -136,7 +136,7 @@ def run_backward(
 
     def launch() -> None:
         triton.set_allocator(_allocate)
-        # All along x, which has room for any number: along y there are at most 65 535 programs.
+        # One-dimensional grids, since other axes have at most 65 535 programs.
         first, numbers, last = shared(tiles[0], True)
         launchers.keys(
             (-(-problem.max_seq_len // n) * problem.num_seqs * problem.num_kv_heads, 1, 1),
@@ -150,13 +150,13 @@ def run_backward(
             *strides, *strides_of(d_q), *last,
         )  # fmt: skip
 
-    # Triton's allocator is a context variable: a copy of the context leaves the caller's as it is.
+    # Triton's allocator is a context variable: set it in a copy, not in the caller's context.
     contextvars.copy_context().run(launch)
     return d_q, d_k, d_v
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where kernels describe tensors to the copy engine."""
+    """Allocate memory for the TMA descriptors that kernels create."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -168,10 +168,9 @@ def prepare(
     lse: Tensor,
     d_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``delta`` and ``lse2`` of all rows, those of a sequence ``pitch`` rows from the last one's.
+    """``delta`` and ``lse2`` of all rows (see ``triton_gradients``), ``pitch`` rows per sequence.
 
-    ``None``: one after another. Of rows beyond a sequence's queries they say that nothing is seen.
-    See ``triton_gradients``.
+    ``None``: without padding. Padded rows get weights of 0.
     """
     num_seqs = 1 if problem.is_ragged else problem.num_seqs
     query_len = problem.num_tokens if problem.is_ragged else problem.max_query_len
@@ -194,7 +193,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class GradientsConfig:
-    """What the kernels of the gradients are compiled for, beside their tiles."""
+    """Compile-time parameters of the gradient kernels, except their tiles."""
 
     dtype: torch.dtype
     group: int
@@ -207,7 +206,7 @@ class GradientsConfig:
     is_aligned: bool
     is_sparse: bool = False
     has_blocks: bool = False
-    """Whether a tile of a block-sparse call may have a mask of its own."""
+    """Whether tiles of a block-sparse call need the block mask."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +219,12 @@ class _Launchers:
 def make_launchers(
     config: GradientsConfig, keys: GradientsTiles, queries: GradientsTiles
 ) -> _Launchers:
-    """The two kernels for one kind of problem."""
+    """The launchers of both kernels."""
     d, d_v = (max(16, triton.next_power_of_2(n)) for n in (config.head_size, config.v_head_size))
-    # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
+    # Triton 3.6 gives wrong products where values are padded to less than 64 and keys are not.
     d, d_v = max(d, min(d_v, 64)), max(d_v, min(d, 64))
     pointer = POINTERS[config.dtype]
-    allocated = f"{pointer}:16"  # what we allocate is aligned, and its rows are multiples of 8
+    allocated = f"{pointer}:16"  # allocated here, so aligned, with rows of multiples of 8
     given, stride = (allocated, "i64:8") if config.is_aligned else (pointer, "i64")
     tensors = dict.fromkeys(("q", "k", "v", "d_out"), given)
     shared = {
@@ -266,7 +265,7 @@ def make_launchers(
 def make_prepare(
     dtype: torch.dtype, v_head_size: int, is_aligned: bool, has_d_lse: bool
 ) -> Launcher:
-    """The kernel of ``delta`` and ``lse2``."""
+    """The launcher of ``prepare_kernel``."""
     pointer = POINTERS[dtype]
     given, stride = (f"{pointer}:16", "i64:8") if is_aligned else (pointer, "i64")
     types = {

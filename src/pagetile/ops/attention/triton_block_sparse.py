@@ -1,7 +1,7 @@
-"""Block-sparse attention forward on a GPU by Triton: a program walks the tiles on its list.
+"""Block-sparse attention forward in Triton: a program visits the tiles of keys on its list.
 
-One program takes ``TILE_M`` queries of one head, and the tiles of keys that ``tile_lists`` names
-for them: partial ones, which need a mask, then full ones::
+One program computes ``TILE_M`` queries of one head over the tiles of keys that ``tile_lists`` lists
+for them: partial ones, which need a mask, then full ones, each from right to left::
 
     keys      0    N    2N   3N   4N   5N
     queries   ████           ████      ██░░       visited: 5N (partial), 3N, 0
@@ -23,7 +23,14 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.forward_tiles import choose_forward_tiles
 from ...tiles.triton.launch import POINTERS, Launcher, as_floats, is_aligned, window_of
-from ...tiles.triton.online_softmax import LOG2_E, add_sink, finish, precision_of, tanh, weigh
+from ...tiles.triton.online_softmax import (
+    LOG2_E,
+    add_sink,
+    finish,
+    precision_of,
+    tanh,
+    update_softmax,
+)
 from .block_mask import BlockMask
 from .problem import Options, Problem, strides_of
 from .tile_lists import FIELDS, fits_tiles, list_tiles
@@ -34,14 +41,14 @@ _FIELDS = tl.constexpr(FIELDS)
 
 @triton.jit
 def find_record(lists, rank, seq, head, pitch, list_seq, list_head):
-    """A program's record: its tile, how many partial and full tiles, and where these are listed."""
+    """A program's record: its tile, numbers of partial and full tiles, and pointer to the list."""
     lists += (seq * list_seq + head * list_head + rank) * pitch
     return tl.load(lists), tl.load(lists + 1), tl.load(lists + 2), lists + _FIELDS
 
 
 @triton.jit
 def load_blocks(mask, row, key, query_len, seq_len, mask_row, block_q, block_k):
-    """The mask of some rows and keys, of which one lies along each dimension."""
+    """The block mask's value for each row and key, which broadcast."""
     at = mask + row // block_q * mask_row + key // block_k
     return tl.load(at, mask=(row < query_len) & (key < seq_len), other=0) != 0
 
@@ -66,7 +73,7 @@ def block_sparse_kernel(
     HAS_BLOCKS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
-    """See the module. Grid: query tiles × heads × sequences."""
+    """See the module docstring. Grid: query tiles × heads × sequences."""
     # Which tile.
     num_tiles = tl.cdiv(query_len, TILE_M)
     rank = tl.program_id(0) % num_tiles
@@ -116,7 +123,7 @@ def block_sparse_kernel(
                         block_k,
                     )  # fmt: skip
                 s = tl.where(seen, s, float("-inf"))
-            p, decay, m, l = weigh(s, m, l)
+            p, decay, m, l = update_softmax(s, m, l)
             v_tile = load_tile(v, first_key, v_token, end, TILE_N, V, V_SIZE, False)
             acc = tl.dot(
                 p.to(v_tile.dtype), v_tile, acc * decay[:, None],
@@ -137,7 +144,7 @@ def block_sparse_kernel(
 def attend(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, options: Options, block_mask: BlockMask
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse`` of a dense batch: one launch, beside the mask's lists on first use."""
+    """Return ``out`` and ``lse`` of a dense batch; the mask's lists are built on first use."""
     p = problem
     out = q.new_empty(*q.shape[:-1], p.v_head_size)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -172,15 +179,15 @@ LIST_TYPES = {
     "numbers": dict.fromkeys(("pitch", "block_q", "block_k"), "i32"),
     "strides": dict.fromkeys(("list_seq", "list_head", "mask_seq", "mask_head", "mask_row"), "i64"),
 }
-"""Of the parameters for which ``list_arguments`` has the values."""
+"""Types of the parameters whose values ``list_arguments`` returns."""
 
 
 def list_arguments(
     block_mask: BlockMask, lists: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int, int], tuple[int, ...]]:
-    """Kernels' arguments: lists and mask; record length and block sizes; strides of both.
+    """Arguments of kernels: lists and mask; record length and block sizes; strides of both.
 
-    The strides of lists count records. A dimension of one has stride 0.
+    Strides of lists are in records. A dimension of size 1 has stride 0.
     """
     mask = block_mask.mask.contiguous().view(torch.uint8)
     pitch = lists.shape[3]
@@ -197,7 +204,7 @@ def make_launcher(
     has_cap: bool, has_alibi: bool, has_sinks: bool, has_blocks: bool, are_aligned: bool,
     tiles: Any,
 ) -> Launcher:  # fmt: skip
-    """The kernel for one kind of call."""
+    """The launcher for these types, sizes and options."""
     pointer = POINTERS[dtype]
     given, stride = (
         (f"{pointer}:16", f"i64:{16 // dtype.itemsize}") if are_aligned else (pointer, "i64")
@@ -215,7 +222,7 @@ def make_launcher(
         "GROUP": group, "SIZE": head_size, "V_SIZE": v_head_size, "CAUSAL": causal,
         "HAS_CAP": has_cap, "HAS_ALIBI": has_alibi, "HAS_SINKS": has_sinks,
         "HAS_BLOCKS": has_blocks, "TILE_M": tiles.tile_m, "TILE_N": tiles.tile_n, "D": d,
-        # Triton 3.6 multiplies wrongly by values narrower than 64 beside keys that are not.
+        # Triton 3.6 gives wrong products where values are padded to less than 64 and keys are not.
         "V": max(d_v, min(d, 64)),
     }  # fmt: skip
     return Launcher(

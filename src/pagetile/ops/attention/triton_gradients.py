@@ -1,4 +1,4 @@
-"""The gradients of attention on a GPU: two kernels that compute the scores once more each.
+"""Attention backward in Triton: one kernel for dK and dV, one for dQ; both recompute the scores.
 
 ::
 
@@ -11,10 +11,10 @@
          └─────┘      └───┴───┴───┴───┘              └───┘  └───┴───┴───┴───┘
                   · not visible, skipped   / masked   ■ without a mask
 
-One program of the first holds a tile of keys and values of one KV head and walks the queries of
-all heads of its group; one of the second holds a tile of queries. So every sum has one order,
-nothing is added by atomics, and two runs give the same bits. A third kernel comes before both:
-it makes ``delta``, and brings ``lse`` into powers of two.
+A program of the first kernel owns a tile of keys and values of one KV head and visits the queries
+of all heads of its group; one of the second owns a tile of queries of one head. So every sum has a
+fixed order without atomics, and two runs give the same bits. A third kernel before both computes
+``delta`` and ``lse2``, the log-sum-exp in base 2.
 
 Supports float32, float16 and bfloat16, head sizes up to 256, every option of ``attention``.
 """
@@ -34,16 +34,16 @@ def differentiate(
     s, dp, lse2, delta, position, key, end, scale, cap, slope2, window,
     CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Weights and gradients of a tile's scores, from ``q · k`` and ``dout · v``.
+    """``P`` and ``dS`` of a tile from ``q · k`` (``s``) and ``dout · v`` (``dp``).
 
-    ``lse2``, ``delta`` and ``position`` lie along the queries and ``key`` along the keys,
-    whichever of them are the rows; ``end`` is where visible keys end at the latest.
+    Works for either orientation: ``lse2``, ``delta`` and ``position`` broadcast along the queries'
+    dimension and ``key`` along the keys'. Keys from ``end`` on do not exist.
     """
     slope_of_cap = 1.0
     if HAS_CAP:
-        bent = tanh(s * (scale / cap))
-        s = bent * (cap * LOG2_E)
-        slope_of_cap = 1.0 - bent * bent
+        tanh_s = tanh(s * (scale / cap))
+        s = tanh_s * (cap * LOG2_E)
+        slope_of_cap = 1.0 - tanh_s * tanh_s
     else:
         s = s * (scale * LOG2_E)
     if HAS_ALIBI:
@@ -80,7 +80,7 @@ def prepare_kernel(
     TILE_M: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
-    """``delta`` and ``lse2`` of ``TILE_M`` rows of one head."""
+    """``delta`` and ``lse2`` of ``TILE_M`` rows of one head. Grid: tiles of rows × heads."""
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, DV)
@@ -98,7 +98,7 @@ def prepare_kernel(
         dlse_at = d_lse + seq * dlse_seq + token * dlse_token + head * dlse_head
         total -= tl.load(dlse_at, mask=inside, other=0.0)
     x = tl.load(lse + source * num_heads + head, mask=inside, other=float("-inf")) * LOG2_E
-    # A row that sees no key has no weights: 2 ** (s - inf) is 0.
+    # A row without a visible key gets weights of 0: 2 ** (s - inf).
     x = tl.where(x == float("-inf"), float("inf"), x)
     tl.store(delta + head * num_rows + row, total, mask=row < num_rows)
     tl.store(lse2 + head * num_rows + row, x, mask=row < num_rows)
@@ -114,9 +114,10 @@ def _walk_queries(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``num_tiles`` tiles of queries from ``first`` on; tile ``turn`` is ``jump`` rows further.
+    """Add the terms of ``num_tiles`` tiles of queries from row ``first`` on.
 
-    If SPARSE, those that ``tiles`` lists instead.
+    From tile number ``turn`` on, ``jump`` rows are skipped: those that need no mask. If SPARSE, the
+    tiles are those that ``tiles`` lists.
     """
     key = n0 + tl.arange(0, TILE_N)[:, None]
     rows = tl.arange(0, TILE_M)
@@ -194,7 +195,7 @@ def key_gradients_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """``dK`` and ``dV`` of one tile of keys. See the module, here and below."""
+    """``dK`` and ``dV`` of one tile of keys. Grid: tiles of keys × KV heads × sequences."""
     # Which tile am I?
     tiles = tl.cdiv(seq_len, TILE_N)
     n0 = tl.program_id(0) % tiles * TILE_N
@@ -215,7 +216,7 @@ def key_gradients_kernel(
     dk = tl.zeros([TILE_N, D], tl.float32)
     dv = tl.zeros([TILE_N, DV], tl.float32)
 
-    # Queries that see one of the keys: lo ≤ masked < some ≤ see all < most ≤ masked < end.
+    # Queries that see any of the keys: lo ≤ masked < some ≤ see all < most ≤ masked < end.
     shift = seq_len - query_len
     last = tl.minimum(n0 + TILE_N, seq_len) - 1
     lo, some = 0, 0
@@ -282,10 +283,7 @@ def _walk_keys(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``num_tiles`` tiles of keys from ``first`` on; tile ``turn`` is ``jump`` keys further.
-
-    If SPARSE, those that ``tiles`` lists instead.
-    """
+    """Add the terms of ``num_tiles`` tiles of keys from key ``first`` on; see ``_walk_queries``."""
     row = m0 + tl.arange(0, TILE_M)[:, None]
     position = row + seq_len - query_len
     for i in tl.range(0, num_tiles, num_stages=1 if MASKED else STAGES):
@@ -350,8 +348,8 @@ def query_gradients_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """``dQ`` of one tile of queries."""
-    # Which tile am I? The last see the most keys, and begin.
+    """``dQ`` of one tile of queries. Grid: tiles of queries × heads × sequences."""
+    # Which tile am I? The last ones see the most keys, so they start first.
     tiles = tl.cdiv(query_len, TILE_M)
     rank = tl.program_id(0) % tiles
     m0 = (tiles - 1 - rank) * TILE_M
@@ -386,7 +384,7 @@ def query_gradients_kernel(
         slope2 = tl.load(alibi_slopes + head) * LOG2_E
     dq = tl.zeros([TILE_M, D], tl.float32)
 
-    # Keys that one of the queries sees: lo ≤ masked < some ≤ seen by all < most ≤ masked < end.
+    # Keys that any of the queries sees: lo ≤ masked < some ≤ seen by all < most ≤ masked < end.
     shift = seq_len - query_len
     last = tl.minimum(m0 + TILE_M, query_len) - 1 + shift
     hi, most = seq_len, seq_len

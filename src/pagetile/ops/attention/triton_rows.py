@@ -1,4 +1,4 @@
-"""Rows of a sequence, dense or ragged, in and out of tiles: by address, or by the copy engine."""
+"""Load and store tiles of a sequence's rows, dense or ragged: by pointers, or by TMA."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def find_sequence(starts, seq, length, RAGGED: tl.constexpr):
-    """The first row of a sequence in its tensor, and how many it has."""
+    """The first row of a sequence in its tensor, and its number of rows."""
     start = tl.zeros([], tl.int64)
     if RAGGED:
         start = tl.load(starts + seq).to(tl.int64)
@@ -19,7 +19,7 @@ def describe(
     tensor, token, num_rows, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """How ``load_tile`` is told of a ``[num_rows, SIZE]`` matrix: to the copy engine, or as is."""
+    """The ``tensor`` argument of ``load_tile``: with TMA a descriptor, else the pointer itself."""
     if TMA:
         tensor = tl.make_tensor_descriptor(tensor, [num_rows, SIZE], [token, 1], [ROWS, D])
     return tensor
@@ -30,7 +30,7 @@ def load_tile(
     tensor, row, token, num_rows, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``row`` to ``row + ROWS`` of a matrix that ``describe`` gave; 0 outside of it."""
+    """Rows ``row`` to ``row + ROWS`` of a ``[num_rows, SIZE]`` matrix from ``describe``, else 0."""
     if TMA:
         tile = tensor.load([row, 0])
     else:
@@ -47,7 +47,7 @@ def load_tile(
 def store_tile(
     tensor, value, row, token, num_rows, ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The opposite of ``load_tile``."""
+    """Store the rows and columns of a tile that exist."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, D)
     at = tensor + row * token + rows[:, None] * token + columns[None, :]
     inside = (row + rows < num_rows)[:, None]

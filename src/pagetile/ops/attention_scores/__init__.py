@@ -1,4 +1,4 @@
-"""Scores of attention, and nothing else: a tiled product of queries and keys."""
+"""Attention scores: a tiled product of queries and keys."""
 
 from .api import attention_scores
 

@@ -36,10 +36,10 @@ from . import reference
 from .problem import Problem
 
 FormFields = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-"""What ``form`` returns."""
+"""The type of a tensor's ``form``."""
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
-"""In the order in which ``impl="auto"`` tries them."""
+"""The order in which ``impl="auto"`` tries implementations."""
 
 
 def attention_scores(
@@ -114,12 +114,12 @@ class _CachedCall:
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.run = run
         self.guard: Callable[..., bool] | None = None
-        """Set when a call repeats, so that other calls do not pay for it."""
+        """Set when a call repeats, so that calls that do not repeat are not slowed down."""
 
     def matches(self, q: Tensor, k: Tensor) -> bool:
         """Return whether a call has this form, and no observer or autograd mode is active."""
         is_like = self.guard is not None and self.guard(q, k)
-        # A guard sees autocast and batches of tensors, but not every mode.
+        # The guard detects autocast and batched tensors, but not every mode.
         return is_like and not in_forward_mode() and not has_dispatch_observers()
 
 
@@ -132,7 +132,7 @@ _calls: dict[tuple[torch.Size, float, str], _CachedCall] = {}
 def _prepare(
     q: FormFields, k: FormFields, softmax_scale: float, has_gradient: bool, impl: str
 ) -> _CachedCall:
-    """Validate calls of these forms, choose an implementation, and keep what runs them."""
+    """Validate calls of these forms, choose an implementation, and cache its function."""
     forms = Form(*q), Form(*k)
     problem = _validate(*forms, softmax_scale, has_gradient)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(forms[0].device), impl)

@@ -1,7 +1,7 @@
-"""Scores on a CPU: rows of queries against a head's keys, which are packed into panels once.
+"""Attention scores on a CPU: a matrix product with each head's keys packed into panels once.
 
-An item of work is a head, or some of its queries. Results are scaled in registers and written where
-they belong. Queries of 16 bits become float32 in scratch memory first.
+A work item is a head, or a chunk of its queries. Results are scaled in registers and stored
+directly. 16-bit queries are first converted to float32 in scratch memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...tiles.cpu.threads import on_team, run_together
 from .problem import Problem
 
 _TILE = 60  # queries that are converted at once: ten blocks of rows
-_MOST_PACKED = 1 << 15  # numbers of packed keys that stay in a second-level cache beside others
-_LEAST_ROWS = 48  # of an item, so that packing keys is a small part of it
-_SMALL = 1 << 20  # multiply-adds that take a thread about as long as waking another
+_MOST_PACKED = 1 << 15  # float32 elements of packed keys: 128 KiB of the L2 cache
+_LEAST_ROWS = 48  # of a work item, so that packing keys is a small part of it
+_SMALL = 1 << 20  # multiply-adds: fewer take one thread no longer than waking a second
 
 ScoresCall = namedtuple(
     "ScoresCall",
@@ -35,8 +35,8 @@ ScoresCall = namedtuple(
     " num_heads q_len k_len head_size columns chunk num_items is_float32"
     " q_batch q_head q_row k_batch k_head k_row",
 )
-"""What a kernel is given: ``floats`` is ``q`` if that is float32, ``columns`` are the keys that are
-packed at once, and ``chunk`` queries are an item."""
+"""A kernel's arguments: ``floats`` is ``q`` if that is float32, ``columns`` keys are packed at a
+time, and ``chunk`` queries are a work item."""
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -52,7 +52,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 @entry()
 def _run(parallel, num_threads, scores, q, k, like, sizes, scale, counter):
-    """Tensors come as addresses of numbers like ``like``: arrays take more of the host's time."""
+    """Tensors are passed as addresses of elements like ``like``: NumPy arrays cost host time."""
     call = ScoresCall(
         array_at(scores, like.dtype), array_at(q, like.dtype), array_at(k, like.dtype),
         array_at(q, np.float32), np.float32(scale),
@@ -72,7 +72,7 @@ def _make_scratch(call, counter):
 
 @inner()
 def _take_items(call, counter, scratch):
-    """Take items until none is left."""
+    """Compute work items until none is left."""
     panels, q_tile = scratch
     chunks = (call.q_len + call.chunk - 1) // call.chunk
     while True:
@@ -84,7 +84,7 @@ def _take_items(call, counter, scratch):
         q_at = batch * call.q_batch + head * call.q_head
         k_at = batch * call.k_batch + head * call.k_head
         for n in range(0, call.k_len, call.columns):
-            start = min(n, call.k_len - PANEL)  # a panel has to fit
+            start = min(n, call.k_len - PANEL)  # the last panel may overlap the one before
             keys = min(call.columns, call.k_len - start)
             pack_panels(panels, call.k, k_at + start * call.k_row, call.k_row, keys, call.head_size)
             to = matrix * call.q_len * call.k_len + start
@@ -112,7 +112,7 @@ def _write_rows(call, q_at, first, rows, panels, keys, to, q_tile):
 def prepare(
     problem: Problem, q: Form, k: Form, softmax_scale: float
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what computes scores of any tensors of these forms."""
+    """Return a function that computes scores of any tensors of these forms."""
     shape = problem.batch, problem.num_heads, problem.q_len, problem.k_len
     dtype = problem.dtype
     work = problem.batch * problem.num_heads * problem.q_len * problem.k_len * problem.head_size
@@ -138,7 +138,7 @@ def prepare(
 
 
 def _cut(problem: Problem, num_threads: int) -> tuple[int, ...]:
-    """Cut heads into items, and their queries if there are few heads."""
+    """Return the kernel's sizes: one work item a head, or a chunk of queries if heads are few."""
     heads, q_len, size = problem.batch * problem.num_heads, problem.q_len, problem.head_size
     columns = max(PANEL, _MOST_PACKED // size // PANEL * PANEL)
     columns = min(columns, -(-problem.k_len // PANEL) * PANEL)

@@ -1,4 +1,4 @@
-"""What a call asks for, in host integers."""
+"""The problem of a call, in host integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition, in eager torch."""
+"""Attention scores in eager torch: the definition of correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .problem import Problem
 def prepare(
     problem: Problem, q: Form, k: Form, softmax_scale: float
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what computes scores of any tensors of these forms."""
+    """Return a function that computes scores of any tensors of these forms."""
     return functools.partial(run, problem, softmax_scale=softmax_scale)
 
 

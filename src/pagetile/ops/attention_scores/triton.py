@@ -1,26 +1,23 @@
-"""Scores on a GPU: a product that is stored in whole lines of memory.
+"""Attention scores on a GPU: a matrix product that is stored in whole lines of memory.
 
 ::
 
     scores[b, h, i, j] = scale · q[b, h, i] · k[b, h, j]
 
-The kernel is bound by its stores: a score is two bytes to write and a few operations. A row of 343
-float16 scores begins anywhere in a line of 128 bytes, so a program stages ``TILE_M`` rows in shared
-memory as they will lie and stores them in one piece, on Hopper by the copy engine
-(``triton_staging``). Only the numbers before the first whole vector of the piece and behind its
-last are stored singly::
+The kernel is bound by its stores. A row of 343 float16 scores may begin anywhere in a line of 128
+bytes, so a program stages ``TILE_M`` consecutive rows in shared memory at the same alignment as in
+global memory, and stores them as one piece; on Hopper by a bulk copy (``triton_staging``). Only the
+elements before the first 16-byte vector of the piece and after its last are stored one by one::
 
     row 0           row 1           row 2
     ┆· · · 0 1 2 3 4┆5 6 0 1 2 3 4 5┆6 0 1 2 3 4 5 6┆· · · · · · · ·┆
-           └numbers┘ └───────── vectors ───────────┘
+           └single─┘ └───────── vectors ───────────┘
 
-Where so many rows are too long (``IS_LONG``), a program has ``COLUMNS`` keys of each, and every
-row's is a piece.
+Grid: (tiles of ``TILE_M`` rows × parts of ``COLUMNS`` keys, heads, batch). If whole rows do not fit
+in shared memory (``IS_LONG``), a program takes ``COLUMNS`` keys, and each of its rows is a piece.
 
-One program a (batch, head, ``TILE_M`` rows, ``COLUMNS`` keys). It is short and waits for what it
-reads: several tiles of keys, and queries with each, are on their way before one is waited for, and
-from Hopper on what programs to come will read is brought to the second-level cache (``PREFETCH``,
-``ahead`` in the batch).
+Programs are short and wait for their loads, so several tiles of keys are in flight, and from Hopper
+on a program prefetches to L2 what the program ``ahead`` in the batch will read (``PREFETCH``).
 
 Supports float32, float16 and bfloat16, head sizes up to 256, any strides of q and k with a
 contiguous last dimension. float32 is multiplied as float32.
@@ -58,9 +55,9 @@ from .triton_staging import (
 
 _STAGING = 45 << 10  # bytes of a program's rows at most
 _TILES = 44 << 10  # bytes of its tiles under way: any GPU has room for both
-_ALIGN = 128  # bytes: what memory is written by
-_ROWS_AT_ONCE = 192  # of all programs that run on a multiprocessor at a time, or about that
-_MOST = 1 << 15  # of a batch in a launch: an axis of a grid has up to 65535; 128 bytes divide it
+_ALIGN = 128  # bytes of a line of memory
+_ROWS_AT_ONCE = 192  # rows that the programs of a multiprocessor compute at a time, about
+_MOST = 1 << 15  # batch entries of a launch: a grid's axis has up to 65535; results stay aligned
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -107,7 +104,7 @@ def _score(
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
     SIZE: tl.constexpr = BITS // 8
     ALIGN: tl.constexpr = 128 // SIZE
@@ -126,7 +123,7 @@ def _score(
     row, column = tl.arange(0, TILE_M), tl.arange(0, D)
     is_column = (column < HEAD_SIZE)[None, :]
 
-    # Their addresses. Keys come in an order in which a thread's scores are neighbours.
+    # Their addresses. Keys are permuted so that a thread holds scores of neighbouring keys.
     q += batch * q_batch + head * q_head + m0.to(tl.int64) * q_row
     k += batch * k_batch + head * k_head + n0 * k_row
     if PREFETCH:
@@ -139,7 +136,7 @@ def _score(
     q_at = q + row.to(tl.int64)[:, None] * q_row + column[None, :]
     k_at = k + key.to(tl.int64)[:, None] * k_row + column[None, :]
 
-    # Staging. A piece begins at the same offset within 128 bytes as in global memory.
+    # Staging: a piece has the same offset within 128 bytes as in global memory.
     matrix = batch * tl.num_programs(1) + head
     start = (matrix * q_len + m0) * k_len + n0
     if IS_LONG:
@@ -150,7 +147,7 @@ def _score(
     chunk = 8 * T * tl.arange(0, TILE_N // (8 * T))[:, None] + 8 * tl.arange(0, T)[None, :]
     at = staging + (place[:, None, None] + chunk[None, :, :]) * SIZE
 
-    # If the counts are constants, the loop is unrolled and prefetches nothing beyond its end.
+    # With constant counts the loop is unrolled and its pipeline loads nothing past the end.
     key_tiles = TILES if TILES > 0 else tl.cdiv(num_keys, TILE_N)
     whole_tiles = WHOLE if TILES > 0 else num_keys // TILE_N
     for i in tl.range(0, key_tiles, num_stages=STAGES):
@@ -180,7 +177,7 @@ def _score(
 
 @triton.jit
 def _prefetch(rows, count, row, head_stride, head, HEAD_SIZE: tl.constexpr):
-    """Prefetch rows of a head; where heads lie between them, the first head prefetches all."""
+    """Prefetch a head's rows; if other heads lie between them, the first head prefetches all."""
     if (count > 0) & ((head == 0) | (head_stride >= row)):
         SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
         prefetch(rows.to(tl.int64), (((count - 1) * row + HEAD_SIZE) * SIZE).to(tl.int32))
@@ -188,9 +185,10 @@ def _prefetch(rows, count, row, head_stride, head, HEAD_SIZE: tl.constexpr):
 
 @triton.jit
 def _write(staging, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.constexpr):
-    """Store numbers ``begin`` to ``end`` of a piece, whose number 0 goes to ``scores + offset``.
+    """Store elements ``begin`` to ``end`` of a piece, whose element 0 goes to ``scores + offset``.
 
-    That is on 128 bytes, so vectors are counted from there: a warp then writes whole lines.
+    ``scores + offset`` is a multiple of 128 bytes, and vectors are counted from there, so that a
+    warp writes whole lines.
     """
     SIZE: tl.constexpr = BITS // 8
     WIDTH: tl.constexpr = 16 // SIZE
@@ -214,7 +212,7 @@ def _write(staging, scores, offset, begin, end, BITS: tl.constexpr, BULK: tl.con
 def prepare(
     problem: Problem, q: Form, k: Form, softmax_scale: float
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what computes scores of any tensors of these forms."""
+    """Return a function that computes scores of any tensors of these forms."""
     return functools.partial(run, problem, softmax_scale=softmax_scale)
 
 
@@ -227,8 +225,8 @@ def run(problem: Problem, q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (q, k))
     factor = math.gcd(unit, *strides) if is_aligned else 1
     device = DeviceInfo.of(q.device)
-    k_len, long = problem.k_len, _STAGING // (16 * q.element_size())  # too long for 16 rows a line
-    if k_len > long:  # all beyond are built alike, if their rows begin alike
+    k_len, long = problem.k_len, _STAGING // (16 * q.element_size())  # most keys of 16 staged rows
+    if k_len > long:  # longer rows share a kernel if they have the same alignment
         k_len = long + (1 if k_len % unit else unit)
     is_dense = max(strides[2], strides[5]) <= problem.num_heads * problem.head_size
     launcher = make_launcher(
@@ -259,17 +257,17 @@ def make_launcher(
     is_scaled: bool = False,
     is_dense: bool = True,
 ) -> Launcher:
-    """The kernel for heads of one size and rows of so many keys.
+    """The launcher for heads of one size and rows of ``k_len`` keys.
 
     Args:
-        dtype: Of everything.
+        dtype: Element type of all tensors.
         head_size: Width of a head.
-        k_len: Keys of a row. Beyond what a line has room for only whether rows are of whole
-            vectors counts.
-        factor: What every stride is a multiple of, and both addresses times its bytes; 1: none.
-        capability: Of the GPU; from 9.0 on there is a copy engine that takes away a whole line.
-        is_scaled: Whether products are multiplied by anything.
-        is_dense: Whether between rows there is nothing but other heads.
+        k_len: Keys of a row. For rows that are too long to stage whole, only whether they are
+            multiples of 16 bytes matters.
+        factor: Divides every stride, in elements, and both addresses; 1: unaligned.
+        capability: Compute capability of the GPU; 9.0 and later have bulk copies.
+        is_scaled: Whether products are multiplied by a scale other than 1.
+        is_dense: Whether only other heads lie between rows.
     """
     size, width = dtype.itemsize, max(16, triton.next_power_of_2(head_size))
     has_bulk, is_tall = capability >= (9, 0), _is_tall(width * size, k_len, dtype, capability)
@@ -279,7 +277,7 @@ def make_launcher(
         columns -= _ALIGN // size
         columns -= columns % tile_n
         staging = _STAGING
-    # A single tile is fetched ahead of its product by a loop, and by that alone.
+    # A single tile is only loaded asynchronously if the loop is not unrolled.
     tiles = 0 if is_long or (k_len <= tile_n and not is_tall) else -(-k_len // tile_n)
     has_sixteens = factor * size == 16 and head_size * size % 16 == 0
     given = POINTERS[dtype] + ":16" * (factor > 1)
@@ -299,18 +297,18 @@ def make_launcher(
         "BULK": has_bulk,
         "PREFETCH": has_bulk and has_sixteens and is_dense and not is_long, "STAGES": stages,
     }  # fmt: skip
-    more = staging + 2 * _ALIGN - 1  # it begins anywhere within 128 bytes, and they anywhere
+    more = staging + 2 * _ALIGN - 1  # to align the staging memory, and the piece within it
     return Launcher(_score, types, constants, more_shared=more, num_warps=warps)
 
 
 def _is_tall(head_bytes: int, k_len: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether rows are taken by 64: on Hopper that is a product of one instruction."""
+    """Whether tiles have 64 rows, as ``wgmma`` has."""
     is_narrow = dtype.itemsize == 2 and head_bytes <= 64
     return capability[0] == 9 and is_narrow and 64 * k_len * dtype.itemsize <= _STAGING
 
 
 def _tile(head_bytes: int, k_len: int, is_tall: bool) -> tuple[int, int, int, int]:
-    """Rows, warps, keys, and how many tiles of keys are under way: what was fastest (lab log).
+    """Rows, warps, keys and stages of a tile: the fastest measured (lab log).
 
     With fewer rows keys are read too often; with more, too few programs fit.
     """

@@ -1,25 +1,24 @@
-"""Rows of a product staged in shared memory and stored contiguously, at any alignment.
+"""Stage rows of a matrix product in shared memory, and store them contiguously at any alignment.
 
-Global memory is written in lines of 128 bytes, and a row of 343 float16 numbers begins anywhere in
-one: a warp that stores a part of a row writes two partial lines. Consecutive rows are therefore
-staged in shared memory, exactly as they will lie in global memory, and stored in one piece. Triton
-gives no addresses of shared memory, so these functions are PTX. A launcher's ``more_shared``
-reserves the bytes, behind those that Triton uses.
+Global memory is written in lines of 128 bytes, and a row of 343 float16 elements may begin anywhere
+in one: a warp that stores a part of a row would write two partial lines. So consecutive rows are
+staged in shared memory with the same layout as in global memory, and stored in one piece. Triton
+has no addresses of shared memory, hence the PTX. A launcher's ``more_shared`` reserves the bytes,
+after those that Triton uses.
 
-Of a product of tensor cores a thread holds pairs of neighbours; the next pair of its row is ``2 T``
-columns further, since ``T`` threads share a row (4 in a warp, times the warps side by side). If the
-columns are computed in ``column_order``, four pairs of a thread are eight neighbours of the row,
-which ``split_eights`` takes from the registers as they lie and ``store_eights`` stores by words
-(``T = 4``)::
+In a tensor core's result a thread holds pairs of neighbouring columns; the next pair of its row is
+``2 T`` columns further, since ``T`` threads share a row (4 in a warp, times the warps side by
+side). If columns are computed in ``column_order``, four pairs of a thread are eight neighbours of
+the row, which ``split_eights`` takes from registers without data movement and ``store_eights``
+stores (``T = 4``)::
 
     column of the product   0 1 2 3  4  5  6  7 | 8 9 10 11 …
     thread                  0 0 1 1  2  2  3  3 | 0 0  1  1
     place in the row        0 1 8 9 16 17 24 25 | 2 3 10 11 …
 
-Where fewer threads share a row, ``T`` may be a multiple of them: what is ``2 T`` columns further
-is a later pair of the same thread. With any other layout of the product the result is the same, by
-conversions. Where rows are a multiple of 16 bytes, all eights begin on as
-many, and are stored as vectors.
+``T`` may also be a multiple of the threads that share a row: the pair ``2 T`` columns further is
+still the same thread's. With any other layout Triton converts, with the same result. If rows are a
+multiple of 16 bytes, groups of eight are aligned and stored as vectors.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def staging_address(size):
 
 @triton.jit
 def column_order(COLUMNS: tl.constexpr, T: tl.constexpr):
-    """The place in its row of every column of a product: ``[COLUMNS]``, from 0 to COLUMNS - 1."""
+    """The column of the row that each column of the product computes: ``[COLUMNS]``."""
     column = tl.arange(0, COLUMNS)
     thread, pair = column % (2 * T) // 2, column % (8 * T) // (2 * T)
     return column // (8 * T) * (8 * T) + thread * 8 + pair * 2 + column % 2
@@ -48,10 +47,10 @@ def column_order(COLUMNS: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def split_eights(x, T: tl.constexpr):
-    """A product whose columns are in ``column_order``, as eight ``[rows, columns // (8 T), T]``.
+    """Split a product in ``column_order`` into eight tensors ``[rows, columns // (8 T), T]``.
 
-    The first is the first of each eight neighbours in the row, as integers of as many bits;
-    the eight of ``[:, g, t]`` begin at place ``8 T g + 8 t``.
+    Tensor ``i`` holds element ``i`` of each group of eight neighbours, as integers; the group
+    ``[:, g, t]`` begins at column ``8 T g + 8 t`` of the row.
     """
     ROWS: tl.constexpr = x.shape[0]
     GROUPS: tl.constexpr = x.shape[1] // (8 * T)
@@ -71,7 +70,7 @@ def split_eights(x, T: tl.constexpr):
 
 @triton.jit
 def store_eights(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
-    """Store eight neighbours each from an address on, which is on 16 bytes if ``IS_ALIGNED``."""
+    """Store groups of eight at addresses ``at``, multiples of 16 bytes if ``IS_ALIGNED``."""
     BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
         _put(BITS, IS_ALIGNED),
@@ -82,7 +81,10 @@ def store_eights(at, x0, x1, x2, x3, x4, x5, x6, x7, IS_ALIGNED: tl.constexpr):
 
 @triton.jit
 def store_some_eights(at, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED: tl.constexpr):
-    """Only the first ``count`` of them: none if it is 0 or less; aligned, whole vectors."""
+    """Store the first ``count`` elements of each group, none if it is 0 or less.
+
+    If ``IS_ALIGNED``, whole 16-byte vectors whose first element is below ``count``.
+    """
     BITS: tl.constexpr = x0.dtype.primitive_bitwidth
     tl.inline_asm_elementwise(
         _put_some(BITS, IS_ALIGNED),
@@ -91,7 +93,8 @@ def store_some_eights(at, x0, x1, x2, x3, x4, x5, x6, x7, count, IS_ALIGNED: tl.
     )  # fmt: skip
 
 
-# Halves that begin in the middle of a word go out as words across them, but for the outer two.
+# 16-bit elements that begin in the middle of a word are stored as the three words between, and the
+# first and the last alone.
 _PUT_HALVES = tl.constexpr("""{
 .reg .pred odd; .reg .b32 w<4>, v<3>, half, bytes, at;
 and.b32 half, $1, 2; setp.ne.b32 odd, half, 0;
@@ -109,7 +112,7 @@ st.shared.b32 [$1+8], $4; st.shared.b32 [$1+12], $5;
 st.shared.b32 [$1+16], $6; st.shared.b32 [$1+20], $7;
 st.shared.b32 [$1+24], $8; st.shared.b32 [$1+28], $9;
 mov.b32 $0, 0; }""")
-# On 16 bytes they go out as vectors, each only if its first is below a count.
+# Aligned groups are stored as 16-byte vectors, each only if its first element is below a count.
 _PUT_VECTOR = tl.constexpr("""{ .reg .pred is_in; .reg .b32 w<4>;
 mov.b32 w0, {$2, $3}; mov.b32 w1, {$4, $5}; mov.b32 w2, {$6, $7}; mov.b32 w3, {$8, $9};
 setp.gt.s32 is_in, COUNT, 0; @is_in st.shared.v4.b32 [$1], {w0, w1, w2, w3};
@@ -156,7 +159,7 @@ def copy_vectors(source, to, mask):
 
 @triton.jit
 def copy_numbers(source, to, mask, BITS: tl.constexpr):
-    """Copy numbers of ``BITS`` bits from shared to global memory."""
+    """Copy elements of ``BITS`` bits from shared to global memory."""
     tl.inline_asm_elementwise(
         _copy_numbers(BITS), "=r,r,l,r", [source, to, mask.to(tl.int32)], tl.int32,
         is_pure=False, pack=1,
@@ -173,7 +176,7 @@ def _copy_numbers(bits):
 
 @triton.jit
 def fence_staging(BULK: tl.constexpr):
-    """Make staged data visible to all threads, and with ``BULK`` to the copy engine."""
+    """Make staged data visible to all threads, and with ``BULK`` to the async proxy."""
     if BULK:
         tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; mov.b32 $0, 0;",
@@ -184,7 +187,7 @@ def fence_staging(BULK: tl.constexpr):
 
 @triton.jit
 def bulk_store(source, to, size):
-    """Store ``size`` bytes to global memory by Hopper's copy engine; all multiples of 16."""
+    """Copy ``size`` bytes from shared to global memory by a bulk copy; all multiples of 16."""
     tl.inline_asm_elementwise(
         """{ .reg .pred is_first; .reg .b32 thread; mov.u32 thread, %tid.x;
         setp.eq.u32 is_first, thread, 0;
@@ -196,7 +199,7 @@ def bulk_store(source, to, size):
 
 @triton.jit
 def prefetch(at, size):
-    """Prefetch ``size`` bytes to the second-level cache; all multiples of 16."""
+    """Prefetch ``size`` bytes to L2; all multiples of 16."""
     tl.inline_asm_elementwise(
         """{ .reg .pred is_first; .reg .b32 thread; mov.u32 thread, %tid.x;
         setp.eq.u32 is_first, thread, 0;
@@ -207,7 +210,7 @@ def prefetch(at, size):
 
 @triton.jit
 def wait_bulk_stores():
-    """Wait until the copy engine has read all bulk stores: before a program ends."""
+    """Wait until bulk copies have read shared memory, which a program must before it ends."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; mov.b32 $0, 0;",
         "=r,r", [tl.program_id(0)], tl.int32, is_pure=False, pack=1,

@@ -170,7 +170,7 @@ def _dispatch(source: Any, destination: Any, is_pinned: bool, impl: str) -> Any:
 
 
 def _bound(src_to_dst: Tensor) -> tuple[list[int], list[int]]:
-    """The lowest and the highest block, of sources and of destinations."""
+    """The lowest and highest block, of sources and of destinations."""
     if not len(src_to_dst):
         return [0, 0], [-1, -1]
     pairs = src_to_dst.numpy()

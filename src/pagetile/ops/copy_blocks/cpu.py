@@ -1,11 +1,11 @@
-"""Copying blocks on a CPU: straight from block to block, unless one is read and written.
+"""Copy blocks on a CPU by C's ``memmove``, which runs at memory speed without compilation.
 
 ::
 
     src_to_dst = [[3, 7], [3, 9]]     block 3  ──┬─> block 7
                                                  └─> block 9
 
-By C's ``memmove``, which copies a block as fast as memory goes and needs nothing compiled.
+Sources that are also a destination are first copied to scratch memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
-    """Copy in one cache after another; sources that may be overwritten are set aside first."""
+    """Copy in one cache after another; sources that may be overwritten are copied first."""
     pairs: list[tuple[int, int]] = src_to_dst.tolist()
     is_chain = not {source for source, _ in pairs}.isdisjoint(to for _, to in pairs)
     for source, destination in caches:
-        # Two views may lie anyhow.
+        # Different views may overlap in any way.
         if is_chain if source is destination else may_overlap(source, destination):
             aside = source[src_to_dst[:, 0]]
             _copy(aside, destination, ((number, to) for number, (_, to) in enumerate(pairs)))
@@ -49,5 +49,5 @@ def _copy(source: Tensor, destination: Tensor, pairs: Iterable[tuple[int, int]])
 
 
 def _span(cache: Tensor) -> tuple[int, int]:
-    """Where blocks begin, and how many bytes one is from the next."""
+    """The address of the first block, and the bytes from one block to the next."""
     return cache.data_ptr(), cache.stride(0) * cache.element_size()

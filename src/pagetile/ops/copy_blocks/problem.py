@@ -1,4 +1,4 @@
-"""What choosing an implementation needs to know of two caches."""
+"""The problem of copying between two caches: what chooses its implementation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ...shapes import Form, is_dense
 
 @dataclass(frozen=True)
 class Problem:
-    """Blocks of one form are copied to where blocks of the other lie."""
+    """The forms of a source and a destination cache."""
 
     source: Form
     destination: Form
     is_pinned: bool
-    """Whether what lies on the host is pinned; meant for caches on two kinds of devices."""
+    """Whether the host's cache is pinned, if one is on the host and one on a GPU."""
 
     @property
     def has_whole_blocks(self) -> bool:
-        """Whether a block is one piece of memory on either side."""
+        """Whether a block is contiguous on either side."""
         return all(is_dense(x.shape[1:], x.strides[1:]) for x in (self.source, self.destination))
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views may have memory in common.
+    """Whether two views may share memory.
 
-    Storages say less than addresses: one that is NumPy's, or DLPack's, may lie in another.
+    Compares addresses, not storages: a storage made from NumPy or DLPack may lie in another.
     """
     (start, end), (other_start, other_end) = _span(a), _span(b)
     return start < other_end and other_start < end

@@ -1,14 +1,14 @@
-"""Copying blocks on a GPU, or between it and pinned host memory: all caches in one launch.
+"""Copy blocks on a GPU, or between it and pinned host memory: all caches in one launch.
 
 ::
 
-    program (i, c) moves part i % parts of pair i // parts in cache c, TILE words of it
+    program (i, c) copies TILE words: part i % parts of pair i // parts in cache c
 
-What the caches are is written to a table on the GPU once; the pairs of a call travel there in a
-transfer that the host does not wait for. Words are as wide as addresses, strides and sizes allow,
-up to 16 bytes. Pinned host memory is read and written by the GPU itself, at the host's address.
+The caches' addresses and strides are sent to the GPU once and kept; the pairs of each call are sent
+without waiting. Words are as wide as addresses, strides and sizes allow, up to 16 bytes. Pinned
+host memory is read and written by the GPU itself, at the host's address.
 
-A source that is some pair's destination, too, is set aside first: two launches more.
+Sources that are also a destination are first copied to scratch memory: two more launches.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ def _copy(
 
 
 def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
-    """Set aside what would be overwritten before it is read, and copy."""
+    """Copy all pairs; sources that another pair overwrites go through scratch memory."""
     pairs = src_to_dst.numpy()
     risky = _find_overwritten(caches, pairs)
     if risky.any():
         numbers = np.arange(np.count_nonzero(risky))
         device = _find_device(caches)
-        shelves = [
+        copies = [
             torch.empty((len(numbers), *to.shape[1:]), dtype=to.dtype, device=device)
             for _, to in caches
         ]
-        to_shelves = [(source, shelf) for (source, _), shelf in zip(caches, shelves, strict=True)]
-        from_shelves = [(shelf, to) for (_, to), shelf in zip(caches, shelves, strict=True)]
-        _launch(to_shelves, np.stack([pairs[risky, 0], numbers], axis=1))
-        _launch(from_shelves, np.stack([numbers, pairs[risky, 1]], axis=1))
+        to_copies = [(source, copy) for (source, _), copy in zip(caches, copies, strict=True)]
+        from_copies = [(copy, to) for (_, to), copy in zip(caches, copies, strict=True)]
+        _launch(to_copies, np.stack([pairs[risky, 0], numbers], axis=1))
+        _launch(from_copies, np.stack([numbers, pairs[risky, 1]], axis=1))
         pairs = pairs[~risky]
     _launch(caches, pairs)
 
@@ -92,7 +92,7 @@ def run(caches: Sequence[tuple[Tensor, Tensor]], src_to_dst: Tensor) -> None:
 def _find_overwritten(
     caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """Which pairs read what some pair writes; all of them, if two views may overlap anyhow."""
+    """Which pairs read a block that some pair writes; all, if different views may overlap."""
     for source, to in caches:
         if source is not to and may_overlap(source, to):
             return np.ones(len(pairs), bool)
@@ -102,7 +102,7 @@ def _find_overwritten(
 
 
 def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]) -> None:
-    """Copy pairs of which no source is another's destination."""
+    """Copy pairs; no source may be another pair's destination."""
     if not len(pairs):
         return
     device = _find_device(caches)
@@ -113,7 +113,7 @@ def _launch(caches: Sequence[tuple[Tensor, Tensor]], pairs: npt.NDArray[Any]) ->
         )
         for source, to in caches
     )  # fmt: skip
-    # A captured transfer has not taken place when the next call comes: such a table is not kept.
+    # A transfer that is captured in a graph does not run now, so its table must not be cached.
     is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     lay_out = _lay_out.__wrapped__ if is_captured else _lay_out
     table, word, num_words = lay_out(described, device)
@@ -145,7 +145,7 @@ def _lay_out(caches: tuple[Any, ...], device: torch.device) -> tuple[Tensor, int
 
 @functools.cache
 def make_launcher(word: int) -> Launcher:
-    """The kernel for words of up to 16 bytes."""
+    """The launcher for words of ``word`` bytes."""
     types = {"caches": "*i64:16", "pairs": "*i64:16", "parts": "i32"}
     tile = TILE_BYTES // min(word, 8)
     constants = {"WORD": _WORDS[word], "WIDTH": 1 + (word == 16), "TILE": tile}

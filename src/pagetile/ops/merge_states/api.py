@@ -51,7 +51,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
     if torch.compiler.is_compiling():
         if impl != "auto":
             return call_uncompiled(merge_states, outs, lses, impl=impl)
-        return reference.run(outs, lses)  # whose operations are torch's
+        return reference.run(outs, lses)  # torch operations, which observers can record
     module = _dispatch(*forms(outs=outs, lses=lses), needs_gradient(outs, lses), impl)
     is_observed = needs_operator(outs) or torch._C._are_functorch_transforms_active()
     if impl == "auto" and is_observed:

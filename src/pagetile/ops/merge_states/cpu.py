@@ -1,4 +1,4 @@
-"""Merging states on a CPU: one pass over the states of each row.
+"""Merge states on a CPU: one pass over the states of each row.
 
 ::
 
@@ -41,7 +41,7 @@ def _merge(out, lse, outs, lses, state_stride, width):
         for d in range(0, whole, 16):
             acc = zeros()
             for state in range(num_states):
-                # A state that saw nothing may hold anything, NaN included.
+                # The output of a state without keys may hold anything, NaN included.
                 if weights[state] != 0:
                     part = load(outs, state * state_stride + at + d)
                     acc = fma(splat(weights[state]), part, acc)
@@ -49,7 +49,7 @@ def _merge(out, lse, outs, lses, state_stride, width):
 
 
 def run(outs, lses):
-    """Pad rows to whole vectors, merge, and cut them again."""
+    """Pad rows to whole vectors, merge, and drop the padding."""
     num_states, *shape = outs.shape
     width = -(-shape[-1] // 16) * 16
     padded = torch.nn.functional.pad(outs, (0, width - shape[-1])).contiguous()

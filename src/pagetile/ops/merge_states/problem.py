@@ -1,4 +1,4 @@
-"""What a call asks for, in host values."""
+"""The problem of a call, in host values."""
 
 from __future__ import annotations
 

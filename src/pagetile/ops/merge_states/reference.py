@@ -1,4 +1,4 @@
-"""The definition, in eager torch."""
+"""Merge states in eager torch: the definition of correct."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ...tiles.state import AttentionOutput
 
 
 def run(outs: Tensor, lses: Tensor) -> AttentionOutput:
-    """Weigh each state by its share of the whole softmax's denominator.
+    """Weight each state by its share of the softmax's total denominator.
 
-    What saw nothing is taken out before anything is multiplied, so that it has no gradient either.
+    States without keys are masked before the multiplication, so that their gradients are 0 too.
     """
     wide = torch.promote_types(outs.dtype, torch.float32)
     lses = lses.to(wide)

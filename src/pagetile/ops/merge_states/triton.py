@@ -1,12 +1,12 @@
-"""Merging states on a GPU: one launch, each state read once.
+"""Merge states on a GPU: one launch, each state read once.
 
 ::
 
     for each (token, head):   m = max lse,   out = Σ exp(lse - m) out / Σ exp(lse - m)
 
-A program merges ``TILE_M`` rows, a row being one head of one token: it walks the states twice,
-first their log-sum-exps, then their outputs with the weights that follow from them. So a state's
-share does not depend on the order, and one that saw nothing is not multiplied at all.
+A program merges ``TILE_M`` rows; a row is one head of one token. It reads all log-sum-exps for the
+maximum, and then the outputs, each weighted relative to that maximum. So a state's weight does not
+depend on the order, and the output of a state without keys is not read.
 
 Supports float32, float16 and bfloat16, any strides with a contiguous last dimension.
 """
@@ -62,20 +62,20 @@ def _merge(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     for state in range(num_states):
         m = tl.maximum(m, tl.load(lses + state * lses_state, mask=inside, other=float("-inf")))
-    pivot = tl.where(m == float("-inf"), 0.0, m)  # nothing seen: -inf - -inf is not a number
+    pivot = tl.where(m == float("-inf"), 0.0, m)  # without keys -inf - -inf would be NaN
 
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, D], tl.float32)
     for state in range(num_states):
         x = tl.load(lses + state * lses_state, mask=inside, other=float("-inf"))
         weight = tl.exp2((x - pivot) * LOG2_E)
-        # A state that saw nothing may hold anything, NaN included: it is not read.
+        # The output of a state without keys may hold anything, NaN included: it is not read.
         wanted = (weight != 0)[:, None] & (column < WIDTH)[None, :]
         part = tl.load(outs + state * outs_state, mask=wanted, other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
         total += weight
 
-    seen = total != 0  # NaN counts as seen: it has to show
+    seen = total != 0  # true for NaN, so that it propagates
     divisor = tl.where(seen, total, 1.0)
     acc = acc / divisor[:, None]
     at = out + row[:, None] * WIDTH + column[None, :]
@@ -91,7 +91,7 @@ def run(outs: Tensor, lses: Tensor) -> AttentionOutput:
     out = outs.new_empty((num_tokens, num_heads, width))
     lse = lses.new_empty((num_tokens, num_heads))
     strides, num_rows = outs.stride()[:3], num_tokens * num_heads
-    # Elements that 16 bytes hold, where every row begins at a multiple of them.
+    # Elements by which all rows are aligned, up to 16 bytes.
     factor = math.gcd(16 // outs.element_size(), width, *strides)
     is_aligned = outs.data_ptr() % 16 == 0
     launcher = make_launcher(outs.dtype, max(num_heads, 1), width, factor, is_aligned)
@@ -106,7 +106,7 @@ def run(outs: Tensor, lses: Tensor) -> AttentionOutput:
 def make_launcher(
     dtype: torch.dtype, num_heads: int, width: int, factor: int, is_aligned: bool
 ) -> Launcher:
-    """The kernel for rows of one width, of which ``factor`` elements at a time can be read."""
+    """The launcher for rows of one width, aligned to ``factor`` elements."""
     d = max(8, triton.next_power_of_2(width))
     pointer, stride = POINTERS[dtype], f"i64:{factor}"
     types = {

@@ -188,7 +188,7 @@ def _find_call(arguments: Arguments, plan: Plan | None, impl: str, key: Any = No
     The fast path is the batch's own cache, whose ``key`` is every argument but ``q`` and the
     caches; torch guards compare these three (``CachedCall.matches``). This is the slow path: it
     describes the whole call and looks it up among all. A call is recorded for the fast path when
-    it comes twice in a row, so calls that do not repeat pay nothing for that (decision 20).
+    it comes twice in a row, so calls that do not repeat are not slower (decision 20).
     """
     q, k_cache, v_cache, batch = arguments[:4]
     if torch._C._are_functorch_transforms_active():
@@ -240,7 +240,7 @@ def _run_reference(
 
 
 def _run_shared(problem: Problem, impl: str, call: Arguments) -> AttentionOutput:
-    """Run a call whose batch has shared prefixes: in two passes where that pays."""
+    """Run a call whose batch has shared prefixes: in two passes where that is faster."""
 
     def attend(arguments: Arguments) -> AttentionOutput:
         return _find_call(arguments, None, impl).run(arguments)
@@ -249,7 +249,7 @@ def _run_shared(problem: Problem, impl: str, call: Arguments) -> AttentionOutput
     assert shared is not None
     if device.kind == "cpu" or is_debugging():
         check_prefixes_on_host(problem, call.batch, shared)
-    if shared_prefixes.pays(problem, shared, device):
+    if shared_prefixes.saves_time(problem, shared, device):
         return shared_prefixes.run(problem, attend, call, impl)
     return attend(call._replace(batch=dataclasses.replace(call.batch, shared_prefixes=None)))
 

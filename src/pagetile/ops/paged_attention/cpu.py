@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: reads the pages where they lie, by ``tiles.cpu.forward``."""
+"""Paged attention on a CPU, by ``tiles.cpu.forward`` directly on the pages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _run(problem, plan, call):
 
 
 class _BlockMask(NamedTuple):
-    """What ``tiles.cpu.block_mask`` reads of a mask: one row of blocks for all queries."""
+    """The attributes that ``tiles.cpu.block_mask`` reads: one row of blocks for all queries."""
 
     mask: torch.Tensor
     """bool ``[num_seqs, num_heads, 1, max_blocks_per_seq]``."""

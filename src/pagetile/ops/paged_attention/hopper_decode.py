@@ -1,38 +1,35 @@
-"""Paged attention of few new tokens a sequence on Hopper: loading never waits for computing.
+"""Paged attention of few new tokens a sequence (decode) on Hopper, with warp specialisation.
 
-The work queue and its CTA ranges are those of ``triton_decode``, except that batches of few heads
-and little work use half of the CTAs: where a CTA would have fewer than ``HALVED`` tiles. What
-differs is that four warps only load and four only compute: the loading ones run ahead through a
-ring of tiles in shared memory, across the ends of heads and sequences, so memory is not idle while
-one head is finished and the next begun::
+The grid, the work queue and each CTA's range of it are those of ``triton_decode``. Four warps load
+and four compute, with a ring of tiles in shared memory between them. The loading warps run ahead
+across the ends of heads and sequences, so memory is not idle while a head is finished::
 
     load     K0 V0  K1 V1  K2 V2 │ K0 V0  K1 ...          │ = the next head
     ring     ▓▓▓▓▓  ▓▓▓▓▓  ▓▓▓▓▓   ▓▓▓▓▓
     compute         0      1       2  finish  0 ...
 
-Keys and values of 8 bits are loaded in pairs, as int16, because shared memory is read transposed
-in units of 16 bits. In registers pairs become float16 numbers: two pairs of a key's columns 4i to
-4i + 3 become two of its lower and two of its upper half, and a pair of a value's columns an even
-and an odd one. Halves have products of their own::
+8-bit keys and values are loaded as int16 pairs, because transposed reads of shared memory take
+units of 16 bits, and are converted to float16 in registers. Of a key's columns 4i to 4i + 3 the
+first pair goes to ``k_lower``, the second to ``k_upper``; of a value's pair the first column goes
+to ``v_even``, the second to ``v_odd``. Each half has a product of its own::
 
     s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
 
-Rows of several neighbouring KV heads may be one tile (``HEADS``). Each head has a product of all of
-them with its keys or values, of which its own rows are kept. Memory is read 64 bytes at a time, so
-where heads end within 64 bytes, neighbours that are read together share them::
+A tile may hold the rows of several neighbouring KV heads (``HEADS``). All rows are multiplied with
+each head's keys or values, and only the head's own rows of the result are kept. That saves reads:
+memory is read 64 bytes at a time, and neighbouring heads can share such a sector::
 
     bytes read at once  ├──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┤
     heads of 80         ├─────────── head 0 ──────────┼─────────── head 1 ──────────┤
 
-Of up to 16 rows each warp has keys of its own in the first product and columns of its own in the
-second, so warps synchronise twice a tile: for the maxima of rows, and to exchange the weights. Sums
-of weights stay in each warp until the end of a head. Of up to 64 rows (``TILE_M``) each warp has 16
-of them in products of the whole warpgroup, which read keys and values in shared memory, and
-``triton_decode.merge_kernel`` merges the states of splits.
+With up to 16 rows (``mma``) warps split the keys of the first product and the columns of the
+second, so they synchronise twice a tile: for the row maxima, and to exchange the weights. With up
+to 64 rows (``TILE_M`` 64, ``wgmma``) each warp has 16 rows, and ``triton_decode.merge_kernel``
+merges the states of splits.
 
-With ``EARLY`` (``PagedBatch.allows_early_reads``) the kernel in front is waited for only before
-queries are loaded, and before tiles with the keys of new tokens. With ``BESIDE`` it is waited for
-only at the end: it is the prefill of the same call, and shares no scratch.
+With ``EARLY`` (``PagedBatch.allows_early_reads``) the kernel waits for the previous one only before
+it loads queries, and tiles with keys of new tokens. With ``INDEPENDENT`` it waits only at its end:
+the previous kernel is the prefill of the same call, and they share no scratch memory.
 """
 
 from __future__ import annotations
@@ -64,14 +61,14 @@ from .triton_work import (
     find_range,
     list_of,
     slot_of,
-    store_note,
+    store_split_info,
     write_rows,
 )
 
 
 @gluon.jit
 def _fit_queries(lower, upper, layout: gl.constexpr):
-    """As ``tiles.triton.online_softmax.fit_queries``, for two halves of the columns."""
+    """Like ``tiles.triton.online_softmax.fit_queries``, for two halves of the columns."""
     unit = 1.0
     if lower.dtype == gl.bfloat16:
         lower, upper = lower.to(gl.float32), upper.to(gl.float32)
@@ -89,7 +86,7 @@ def _load_queries(
     q, first_token, head, query_len, q_token, q_head, GROUP: gl.constexpr, FIRST: gl.constexpr,
     PAIRED: gl.constexpr, WIDTH: gl.constexpr, TILE_M: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """A KV head's rows of ``q``: all columns, or two of every four from ``FIRST`` on."""
+    """Load a KV head's rows of ``q``; if PAIRED, columns FIRST and FIRST + 1 of every four."""
     LANES: gl.constexpr = min(32, D // 8)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
@@ -108,7 +105,7 @@ def _load_queries(
 
 @gluon.jit
 def _max_of_rows(s):
-    """As ``gl.max(s, 1)``; the four warps exchange their maxima once."""
+    """Like ``gl.max(s, 1)``, with a single exchange between the four warps."""
     ROWS: gl.constexpr = s.shape[0]
     WARPS: gl.constexpr = gl.num_warps()
     here: gl.constexpr = gl.DistributedLinearLayout(
@@ -126,25 +123,25 @@ def _max_of_rows(s):
 
 @gluon.jit
 def _as_operand(x, memory, layout: gl.constexpr):
-    """Convert by way of shared memory: an operand's registers hold neighbouring columns."""
+    """Convert the layout through shared memory."""
     memory.store(x)
     return memory.load(layout)
 
 
 @gluon.jit
-def _merge_where_last(
+def _merge_if_last(
     out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head, first_cta,
     num_seqs, max_splits, sinks, factor, first_token, head, query_len, num_kv_heads,
     out_token, out_head, GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
     LANES: gl.constexpr, MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Count a split whose state is stored; merge and write the head's rows if it is the last.
+    """Count a stored split; the last CTA of a head to arrive merges its splits and writes ``out``.
 
-    More splits than ``MOST_MERGED`` are merged in groups of neighbours, each by the last CTA of
-    the group, whose state takes the place of the group's first split. The last group to be merged
-    merges the groups. No CTA waits for another. Heads have the first of the counters ``arrivals``,
-    and groups those after them.
+    More than ``MOST_MERGED`` splits are merged in two rounds: the last CTA of each group of
+    neighbours merges the group into the slot of its first split, and the last group's CTA merges
+    the groups. No CTA waits for another. ``arrivals`` holds a counter for each head, then one for
+    each group.
     """
     V_LANES: gl.constexpr = min(32, V // 4)
     layout: gl.constexpr = gl.BlockedLayout(
@@ -158,7 +155,7 @@ def _merge_where_last(
     members = gl.minimum(per_group, num_splits - first)
     stride = 1
     while members > 0:
-        barrier()  # every thread's stores come before the one thread's count
+        barrier()  # all threads have stored before one of them counts
         is_top = members * stride >= num_splits
         slot = slot_of(first, seq_head, first_cta, max_splits, SPLITS_FIXED)
         counter = arrivals + gl.where(is_top, seq_head, num_seqs * num_kv_heads + slot)
@@ -188,8 +185,8 @@ def _merge_where_last(
 
 @gluon.jit
 def attend_role(
-    rings, bars, queries, weights, out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens,
-    cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
+    rings, bars, queries, weights, out, lse, split_accs, split_sums, split_info, arrivals, q,
+    seq_lens, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
     entry, before, work, end_work, whole, program, programs, total,
     num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
     out_token, out_head, q_token, q_head, ks_head, vs_head,
@@ -200,7 +197,7 @@ def attend_role(
     LANES: gl.constexpr, MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr,
     MERGE_ROWS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Take the tiles out of the ring; finish heads, or store and merge the states of splits."""
+    """The computing warps: attention over the range's tiles; write heads, or store splits."""
     k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
     STAGES: gl.constexpr = k_ring.shape[0] // HEADS
@@ -211,7 +208,7 @@ def attend_role(
     V_ALL: gl.constexpr = 2 * V if PAIRED else V
     DOT: gl.constexpr = gl.float16 if PAIRED else k_ring.dtype
     WARPS: gl.constexpr = gl.num_warps()
-    GROUPED: gl.constexpr = TILE_M == 64  # whether warps multiply together
+    GROUPED: gl.constexpr = TILE_M == 64  # whether products are wgmma
     small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     mma: gl.constexpr = product_layout(TILE_N) if GROUPED else small
     sums_mma: gl.constexpr = product_layout(V) if GROUPED else small
@@ -241,7 +238,7 @@ def attend_role(
         position = seq_len - query_len + row // GROUP
         row_end = gl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
         row_first = position - window + 1
-        # Between them every row sees every key.
+        # Keys from last_first up to least_end are seen by every row.
         last_first = seq_len - window
         least_end = seq_len - query_len + 1 if CAUSAL else seq_len
         blocks = list_of(listed, seq, head) if VISIBLE else seq_lens
@@ -251,7 +248,7 @@ def attend_role(
             last_first = compact_position(blocks, last_first, listed[5], listed[1], listed[2])
             least_end = compact_position(blocks, least_end, listed[5], listed[1], listed[2])
         if EARLY:
-            gdc_wait()  # for the queries; the second time it returns at once
+            gdc_wait()  # for the queries; later waits return at once
         if HAS_ALIBI:
             slopes = LOG2_E * gl.load(
                 alibi_slopes + head * GROUP + row % GROUP,
@@ -287,7 +284,7 @@ def attend_role(
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             if GROUPED:
-                fence_async_shared()  # copies of single rows write by the generic proxy
+                fence_async_shared()  # cp.async writes by the generic proxy
                 k_tile = k_ring.index(stage).permute((1, 0))
                 s = warpgroup_mma(queries, k_tile, nothing, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,)) * scale
@@ -362,7 +359,8 @@ def attend_role(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges, or a launch.
+        # With all keys of the head, write it. Otherwise store the split, to be merged by the last
+        # CTA to arrive, or by merge_kernel.
         seq_head = seq * num_kv_heads + head
         m = gl.convert_layout(m, sums_by_row, assert_trivial=True)
         l = gl.convert_layout(l, sums_by_row, assert_trivial=True)
@@ -372,7 +370,7 @@ def attend_role(
                 query_len, num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
             if MERGE_ROWS > 0:
-                store_note(notes, seq_head, 0, 1)
+                store_split_info(split_info, seq_head, 0, 1)
         else:
             start = head_start.to(gl.int64)
             first_cta = (((start + 1) * programs - 1) // total).to(gl.int32)
@@ -387,9 +385,9 @@ def attend_role(
             gl.store(place + v_column[None, :], acc, mask=is_kept[:, None])
             if MERGE_ROWS > 0:
                 if first == 0:
-                    store_note(notes, seq_head, first_cta, num_splits)
+                    store_split_info(split_info, seq_head, first_cta, num_splits)
             else:
-                _merge_where_last(
+                _merge_if_last(
                     out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head,
                     first_cta, num_seqs, max_splits, sinks, factor, first_token, head, query_len,
                     num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS, SPLITS_FIXED, ROWS,
@@ -406,7 +404,7 @@ def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; if MERGE_ROWS, split_info comes first
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of 8 bits
@@ -427,21 +425,22 @@ def decode_kernel(
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr, HALVED: gl.constexpr, LEAST: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr,
+    HALVED: gl.constexpr, LEAST: gl.constexpr,  # see ``triton_decode``
     TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, LANES: gl.constexpr,
     MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr, MERGE_ROWS: gl.constexpr,
     DOT: gl.constexpr, FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
-    BESIDE: gl.constexpr,  # whether the kernel in front writes nothing that is read here
-    HEADS: gl.constexpr,  # KV heads of the caches that one of ``num_kv_heads`` stands for
+    INDEPENDENT: gl.constexpr,  # whether the previous kernel writes nothing that is read here
+    HEADS: gl.constexpr,  # KV heads of the caches that are joined into one of ``num_kv_heads``
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     gdc_launch_dependents()
-    if not EARLY and not BESIDE:
-        gdc_wait()  # before the other warps begin, as ``triton_decode``
-    # The length of the work queue, and this CTA's range of it. Of up to 256 entries each warp
-    # counts all, so that none waits for another.
+    if not EARLY and not INDEPENDENT:
+        gdc_wait()
+    # The length of the work queue, and this CTA's range of it. Up to 256 entries are counted by
+    # every warp, so that no warp waits for another.
     flat: gl.constexpr = gl.BlockedLayout([min(SEQS // 32, 8)], [32], [gl.num_warps()], [0])
     listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
     num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
@@ -511,14 +510,14 @@ def decode_kernel(
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
         queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_kept)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
-        WEIGHTS: gl.constexpr = 16 if GROUPED else TILE_M  # they stay in registers
+        WEIGHTS: gl.constexpr = 16 if GROUPED else TILE_M  # wgmma reads them from registers
         weights = gl.allocate_shared_memory(DOT, [WEIGHTS, TILE_N], p_tiles)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
             mbarrier.init(full.index(stage), count=32 * FETCH_WARPS)
             mbarrier.init(empty.index(stage), count=1)
-        notes = split_sums
+        split_info = split_sums
         if MERGE_ROWS > 0:
             split_sums += 2 * num_seqs * num_kv_heads
         rings = (k_ring, v_ring, ks_ring, vs_ring)
@@ -527,8 +526,8 @@ def decode_kernel(
             [
                 (attend_role, (
                     rings, bars, queries, weights,
-                    out, lse, split_accs, split_sums, notes, arrivals, q, seq_lens, cu_seqlens_q,
-                    alibi_slopes, sinks, k_scale, v_scale,
+                    out, lse, split_accs, split_sums, split_info, arrivals, q, seq_lens,
+                    cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
                     entry, before, work, end_work, whole, program, programs, total,
                     num_seqs, num_kv_heads, max_splits, softmax_scale, soft_cap, window, listed,
                     out_token, out_head, q_token, q_head, ks_head, vs_head,
@@ -550,5 +549,5 @@ def decode_kernel(
             worker_num_warps=[FETCH_WARPS],
             worker_num_regs=[FETCH_REGS],
         )  # fmt: skip
-    if BESIDE:
-        gdc_wait()  # a kernel that waits for this one waits for both
+    if INDEPENDENT:
+        gdc_wait()  # so that a kernel that waits for this one also waits for the previous one

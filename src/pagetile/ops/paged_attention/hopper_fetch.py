@@ -1,4 +1,4 @@
-"""The loading warps of decode: every tile of a CTA's range, as far ahead as the ring has room."""
+"""The loading warps of ``hopper_decode``: they load the tiles of a CTA's range into the ring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FETCH_WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _prefetch(cache, row, used, WIDTH: gl.constexpr, D: gl.constexpr):
-    """Bring the used ones of some rows to the L2 cache, 16 bytes a thread as they are copied."""
+    """Prefetch the ``used`` rows to L2, in the layout of the copies."""
     LANES: gl.constexpr = min(32, D // 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [FETCH_WARPS, 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -48,11 +48,10 @@ def fetch_role(
 ):  # fmt: skip
     """Load the keys and values of every tile of the range into the ring, in order.
 
-    A stage of the ring has ``HEADS`` places, for as many neighbouring KV heads.
+    A stage of the ring holds the tiles of ``HEADS`` neighbouring KV heads.
 
-    With ``EARLY``, tiles without a new token's key are loaded while the kernel in front still runs.
-    Of the first with one, and of the first that the ring has no room for, keys and values are
-    brought to the L2 cache then.
+    With ``EARLY``, tiles without keys of new tokens are loaded while the previous kernel still
+    runs. The first tile with such keys, and the first one beyond the ring, are prefetched to L2.
     """
     k_ring, v_ring, ks_ring, vs_ring = rings
     full, empty = bars
@@ -83,8 +82,8 @@ def fetch_role(
         )  # fmt: skip
         blocks = list_of(listed, seq, head) if VISIBLE else block_tables
         table = block_tables + seq.to(gl.int64) * table_stride
-        # Block ids are loaded a tile ahead, their numbers in the list two tiles: keys and values
-        # need not wait for them.
+        # Block ids are loaded one tile ahead, and listed block numbers two tiles, so that loads of
+        # keys and values need not wait for them.
         key = low * TILE_N + keys
         number = find_block_numbers(
             blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
@@ -120,7 +119,7 @@ def fetch_role(
                     _prefetch(v_cache, v_row + other * v_head, v_used, V_WIDTH, V)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             if EARLY and has_new_keys:
-                gdc_wait()  # the second time it returns at once
+                gdc_wait()  # later waits return at once
             for other in gl.static_range(HEADS):
                 async_copy.async_copy_global_to_shared(
                     k_ring.index(stage * HEADS + other),

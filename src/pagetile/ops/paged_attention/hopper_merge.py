@@ -1,4 +1,4 @@
-"""Merge the states of a head's splits from their scratch memory; see ``triton_decode``."""
+"""Merge the states of a head's splits, for ``hopper_decode``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BY_LANE = gl.constexpr("""{
 
 @gluon.jit
 def _per_lane(row, zero):
-    """The same rows, computed so that ptxas does not see that they are the same in all lanes.
+    """Return ``row`` in a way that ptxas cannot prove uniform over the lanes.
 
-    Otherwise it loads them into uniform registers, one number after another, and waits for each.
+    Otherwise it loads by uniform registers, one element after another, and waits for each.
     """
     return gl.inline_asm_elementwise(
         _BY_LANE, "=r,r,r", [row, zero + 0 * row], dtype=gl.int32, is_pure=True, pack=1
@@ -31,9 +31,9 @@ def _load_splits(
     SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, COUNT: gl.constexpr,
     LANES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The states of ``COUNT * LANES`` members from ``start`` on; empty ones past the last.
+    """Load the states of ``COUNT * LANES`` members from ``start`` on; empty ones past the last.
 
-    Those of the members ``start + LANES * i + lane`` are in the rows from ``lane * ROWS`` on.
+    The states of members ``start + LANES * i + lane`` are in rows ``lane * ROWS`` and following.
     """
     pairs: gl.constexpr = gl.SliceLayout(2, layout)
     place = gl.arange(0, LANES * ROWS, layout=gl.SliceLayout(0, pairs))
@@ -46,7 +46,7 @@ def _load_splits(
     sums = split_sums + slots * 2 * ROWS + _per_lane(row, members >> 30)[None, :]
     at = split_accs + (slots * ROWS * V + (row * V)[None, :])[:, :, None]
     at += gl.expand_dims(gl.expand_dims(column, 0), 1)
-    # .cg: from the second-level cache, where the stores of other CTAs are.
+    # .cg: load from L2, where other CTAs' stores are; L1 may be stale.
     m = gl.load(sums, mask=is_member, other=float("-inf"), cache_modifier=".cg")
     l = gl.load(sums + ROWS, mask=is_member, other=0.0, cache_modifier=".cg")
     acc = gl.load(at, mask=is_member[:, :, None], other=0.0, cache_modifier=".cg")
@@ -59,17 +59,17 @@ def merge_splits(
     SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
     LANES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The state of ``members`` splits of a head: ``first`` and every ``stride``-th one after it.
+    """Merge ``members`` splits of a head: ``first`` and every ``stride``-th one after it.
 
-    States of few rows would leave threads without work: ``LANES`` rows of threads each merge every
-    ``LANES``-th state, and then their own states are merged.
+    With few rows threads would be idle, so ``LANES`` groups of threads each merge every
+    ``LANES``-th state, and the groups' states are merged at the end.
     """
     merged: gl.constexpr = gl.SliceLayout(0, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     m = gl.full([LANES * ROWS], float("-inf"), gl.float32, by_row)
     l = gl.full([LANES * ROWS], 0.0, gl.float32, by_row)
     acc = gl.full([LANES * ROWS, V], 0.0, gl.float32, merged)
-    # One half is being loaded while the other half is added up.
+    # Load one half while the other half is merged.
     HALF: gl.constexpr = max(1, AT_ONCE // 2)
     next_m, next_l, next_acc = _load_splits(
         split_accs, split_sums, first, 0, members, stride, seq_head, first_cta, max_splits,

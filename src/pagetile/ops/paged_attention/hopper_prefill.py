@@ -3,17 +3,17 @@
 ::
 
     rows of a tile = 128 or 192 = tokens × PACK query heads of one KV head
-    keys of a tile = boxes of a page's rows, or a part of them, straight from their pages by TMA,
-                     where that is faster; otherwise row by row by cp.async; of 8 bits,
-                     row by row by way of registers, where they are converted, or from
-                     pages of 16 bits that a launch in front unpacks (``triton_unpack``)
+    keys of a tile = boxes of a page's rows, directly from the pages by TMA; if boxes would be
+                     small, row by row by cp.async; of 8-bit caches, row by row through
+                     registers, where they are converted, or from 16-bit pages that a previous
+                     launch unpacks (``triton_unpack``)
 
 Supports float16 and bfloat16, head sizes of keys and of values to 256 in steps of 8, any group,
 any block size, rows that begin at multiples of 16 bytes, causal or not, sliding windows, soft
-caps up to 64, ALiBi, sinks, log-sum-exp, 8-bit caches. Few new tokens a sequence go to the decode
-kernels: their tile would be nearly empty. In a mixed batch a launch of ``hopper_decode`` computes
-them, which begins as soon as CTAs of this one end, unless both need scratch. Few tiles over many
-keys are divided among CTAs (``tiles.hopper.splits``), unless the plan is batch-invariant.
+caps up to 64, ALiBi, sinks, log-sum-exp, 8-bit caches. Sequences with few new tokens would leave a
+tile nearly empty, so in a mixed batch a launch of ``hopper_decode`` computes them, which starts as
+CTAs of this one end, unless both need scratch memory. If tiles are few and keys many, keys are
+split among CTAs (``tiles.hopper.splits``), unless the plan is batch-invariant.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def prepare(
             f"tiles of {own.tile_m} x {own.tile_n} with divides_keys={own.divides_keys} and "
             f"unpacks={own.unpacks}: plan_paged_attention for these tensors"
         )
-    # A conversion between the two launches would not be waited for.
-    is_beside = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
-    beside = own if is_beside else None
-    short = prepare_short(problem, form, plan, SPECIALISED, beside=beside)
+    # The kernel would not wait for a conversion between the two launches.
+    overlaps_prefill = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
+    prefill = own if overlaps_prefill else None
+    short = prepare_short(problem, form, plan, SPECIALISED, prefill=prefill)
     unpack = prepare_unpacking(problem, form, device) if own.unpacks else None
-    return functools.partial(_run, problem, short, unpack, own.divides_keys, is_beside)
+    return functools.partial(_run, problem, short, unpack, own.divides_keys, overlaps_prefill)
 
 
 def _is_written_in_place(form: CallForm) -> bool:
@@ -85,13 +85,13 @@ def _is_invariant(plan: GpuPlan | None) -> bool:
 
 def _run(
     problem: Problem, short: PreparedLaunch | None, unpack: UnpackLaunch | None,
-    divides_keys: bool, is_beside: bool, call: Arguments,
+    divides_keys: bool, overlaps_prefill: bool, call: Arguments,
 ) -> AttentionOutput:  # fmt: skip
-    """Fill ``out``. The launch of short sequences comes last, overlapping the other, or first."""
+    """Fill ``out``. The short sequences' launch comes last, overlapping this one's, or first."""
     q, batch = call.q, pack(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if short is not None and not is_beside:
+    if short is not None and not overlaps_prefill:
         short(call._replace(out=out, batch=batch), lse)
     k, v, tables = call.k_cache, call.v_cache, batch.block_tables
     if unpack is not None:
@@ -118,7 +118,7 @@ def _run(
         v_scale=_of_heads(problem, call.v_scale),
         is_unpacked=unpack is not None,
     )
-    if short is not None and is_beside:
+    if short is not None and overlaps_prefill:
         short(call._replace(out=out, batch=batch), lse)
     return AttentionOutput(out, lse)
 

@@ -44,19 +44,19 @@ PREFIX_ROWS = 64
 """Most rows of a tile of the kernel for shared prefixes: with 64, two CTAs fit a multiprocessor."""
 
 MOST_PREFIX_SPLITS = 32
-"""Most splits of a shared prefix; the merge reads a state of each for every token."""
+"""Most splits of a shared prefix; for every token the merge reads the state of each."""
 
 MERGED_ROWS = 16
 """Up to this many rows of a head, the CTA that stores its last split merges all of them."""
 
 MERGING_CTAS = 4
-"""CTAs of a merge on a multiprocessor, at most: more take longer than more rows of each."""
+"""Most CTAs of a merge per multiprocessor: more are slower than more rows of each."""
 
 WIDE_MERGING_CTAS = 14
-"""The same where most heads have several wide splits, of which few rows are loaded at once."""
+"""The same if most heads have several wide splits, of which few rows are loaded at once."""
 
 LEAST_SIZE = 128
-"""Fewest keys of a CTA for which storing and merging the state of many rows is worthwhile."""
+"""Fewest keys of a CTA that make up for storing and merging the state of many rows."""
 
 MERGED_AT_ONCE = 16
 """Partial states that a merge holds in registers; half of them are still being loaded."""
@@ -83,7 +83,7 @@ IN_FLIGHT = 80 << 10
 
 _FEW_SPLITS = 8
 _BUSY_BYTES = 60 << 10
-"""Bytes in flight of a CTA that has a multiprocessor to itself, beside the tile being computed."""
+"""Bytes in flight of a CTA alone on its multiprocessor, without the tile being computed."""
 _HALVES = (torch.float16, torch.bfloat16)
 _ROWS_OF_WARPGROUP = 64
 
@@ -106,11 +106,11 @@ class GpuPlan:
     tile_n: int
     """Keys of a tile."""
     num_warps: int
-    """Warps that compute; Hopper's kernels have others beside them that load."""
+    """Warps that compute; Hopper's kernels have loading warps as well."""
     num_stages: int
     """Tiles in flight from memory at a time."""
     num_programs: int
-    """CTAs of a launch that walks a work queue; 0: one CTA for each tile of rows."""
+    """CTAs of a persistent launch over a work queue; 0: one CTA for each tile of rows."""
     halving_size: int = 0
     """Only half of the CTAs take part where a CTA's range would have fewer keys than this."""
     split_size: int = 0
@@ -248,9 +248,9 @@ def make_gpu_plan(
     # Half as many states to store and merge; one CTA keeps the memory busy.
     programs = 1 if is_wide else tiles.programs
     num_programs = _align(programs * device.num_workers, pairs)
-    # Merging many short splits of a head takes longer than reading them: use one CTA on each
-    # multiprocessor then, if its tiles in flight keep the memory busy. So does waiting for room
-    # beside the kernel in front for a second one.
+    # Merging many short splits of a head takes longer than reading them, and so does waiting until
+    # a second CTA fits with the previous kernel's. Then use one CTA on each multiprocessor, if
+    # its tiles in flight keep the memory busy.
     is_few = pairs * _FEW_SPLITS <= num_programs * tiles.programs // programs
     halving_size = 4 * tiles.tile_n if is_many and programs == 2 else 0
     if not is_many and hopper and tiles.programs == 2 and is_few:
@@ -281,8 +281,10 @@ def make_gpu_plan(
     )
 
 
-def fit_beside(plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: DeviceInfo) -> GpuPlan:
-    """Return the plan of a decode beside a prefill, with a suitable number of CTAs.
+def fit_to_prefill(
+    plan: GpuPlan, prefill: GpuPlan, problem: Problem, device: DeviceInfo
+) -> GpuPlan:
+    """Return the plan of a decode that overlaps a prefill, with a suitable number of CTAs.
 
     A CTA of the prefill occupies a multiprocessor. If few have tiles, decode gets the others, so
     that none of its CTAs waits. If all have several, CTAs of decode start one after the other, and

@@ -1,6 +1,6 @@
 """Paged attention in eager torch: the definition of correct.
 
-One sequence at a time: fetch its keys and values from the pages, score, mask, softmax, mix.
+One sequence at a time: gather its keys and values from the pages, then masked softmax attention.
 """
 
 from __future__ import annotations

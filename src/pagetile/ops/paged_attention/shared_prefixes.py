@@ -40,7 +40,7 @@ _MOST_ROWS = 512
 and more, would leave too many multiprocessors idle."""
 
 
-def pays(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
+def saves_time(problem: Problem, shared: SharedPrefixes, device: DeviceInfo) -> bool:
     """Return whether sharing is expected to be faster, from upper bounds on the host."""
     sizes = problem.head_size + problem.v_head_size
     bytes_per_key = problem.num_kv_heads * sizes * problem.kv_dtype.itemsize
@@ -164,7 +164,7 @@ def _lay_out(
 
 
 def _find_moves(batch: PagedBatch, prefixes: PagedBatch, num_tokens: int) -> Tensor:
-    """Return how far the first pass shifts each row's position, ``[num_tokens]``."""
+    """Return by how much the first pass shifts each row's position, ``[num_tokens]``."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=batch.seq_lens.device)
 
     def positions(passes: PagedBatch) -> Tensor:

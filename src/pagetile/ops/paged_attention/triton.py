@@ -33,7 +33,7 @@ from .plan import (
     MOST_MERGED,
     GpuPlan,
     choose_prefix_splits,
-    fit_beside,
+    fit_to_prefill,
     make_gpu_plan,
     short_len,
 )
@@ -144,7 +144,7 @@ def prepare(
     plan: GpuPlan | None = None,
     decode: Kernel = DECODE,
     *,
-    is_beside: bool = False,
+    overlaps_prefill: bool = False,
 ) -> PreparedLaunch:
     """Return the launch that calls of a form share.
 
@@ -153,7 +153,7 @@ def prepare(
         form: Its form.
         plan: A plan of ``make_plan``; ``None`` makes one.
         decode: The kernel for few rows of a sequence.
-        is_beside: Whether ``decode`` may overlap a prefill of the same call, launched before it.
+        overlaps_prefill: Whether ``decode`` may overlap the call's prefill, launched before it.
     """
     device = DeviceInfo.of(form.q.device)
     plan = plan or make_gpu_plan(problem, device, hopper=decode is not DECODE)
@@ -167,7 +167,7 @@ def prepare(
         )
     paired = kernel.takes_pairs and problem.kv_dtype.itemsize == 1
     strides = _strides(problem, form, 2 if paired else 1)
-    launcher = _find_launcher(kernel, problem, form, plan, strides, paired, is_beside)
+    launcher = _find_launcher(kernel, problem, form, plan, strides, paired, overlaps_prefill)
     # The block tables may bound lengths more tightly than max_seq_len.
     most_blocks = form.block_tables.shape[1]
     if problem.max_visible is not None:
@@ -230,20 +230,20 @@ def prepare_short(
     plan: GpuPlan | None,
     decode: Kernel = DECODE,
     *,
-    beside: GpuPlan | None = None,
+    prefill: GpuPlan | None = None,
 ) -> PreparedLaunch | None:
     """Return the launch for a mixed batch's sequences of up to ``short_len``; None if not mixed.
 
-    ``beside`` is the plan of a prefill of the same call that this launch may overlap.
+    ``prefill`` is the plan of the same call's prefill, if this launch may overlap it.
     """
     if not short_len(problem):
         return None
     short = replace(problem, max_query_len=short_len(problem))
     device, is_fixed = DeviceInfo.of(form.q.device), plan is not None and plan.split_size > 0
     own = make_gpu_plan(short, device, batch_invariant=is_fixed, hopper=decode is not DECODE)
-    if beside is not None:
-        own = fit_beside(own, beside, problem, device)
-    return prepare(short, form, own, decode, is_beside=beside is not None)
+    if prefill is not None:
+        own = fit_to_prefill(own, prefill, problem, device)
+    return prepare(short, form, own, decode, overlaps_prefill=prefill is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,14 +305,14 @@ def prepare_prefixes(
 
 def _find_launcher(
     kernel: Kernel, problem: Problem, form: CallForm, plan: GpuPlan, strides: dict[str, int],
-    paired: bool, is_beside: bool = False,
+    paired: bool, overlaps_prefill: bool = False,
 ) -> Launcher:  # fmt: skip
     """Return the launcher of this kernel, with those of all parameters that it has."""
     types = _types(problem, form, strides, paired)
     constants = _constants(problem, form, plan, paired)
     constants["FETCHED"] = _fetched_keys(problem)
-    constants["BESIDE"] = is_beside
-    constants["EARLY"] &= not is_beside
+    constants["INDEPENDENT"] = overlaps_prefill
+    constants["EARLY"] &= not overlaps_prefill
     if kernel in (PREFIXES, EARLY_PREFIXES):
         constants["EARLY"] = kernel.is_early
     options = {"num_warps": MERGE_WARPS if kernel is MERGE else plan.num_warps}

@@ -1,20 +1,20 @@
 """Paged attention of few new tokens a sequence (decode, speculation) on a GPU: one launch.
 
-The rows of a KV head, tokens × group, share every key that is loaded. A work queue holds the work
-of all sequences, head after head, tile after tile (``triton_work``). It is cut into equal ranges,
-one for each CTA, so that every multiprocessor is busy to the end however uneven the lengths are::
+The rows of a KV head, tokens × group, share every key that is loaded. The grid is persistent: a
+work queue holds the key tiles of all sequences, head after head (``triton_work``), and is cut into
+equal ranges, one per CTA, so that all multiprocessors end together however uneven lengths are::
 
     seq 0 head 0      head 1            seq 1 head 0 ...
     ├──┬──┬──┬──┬──┼──┬──┬──┬──┬──┼──┬──┬──┬──┬──┬──┬──┬──┤
     └── CTA 0 ────┘└── CTA 1 ────┘└── CTA 2 ────┘└─ ...
 
-A CTA that has all tiles of a head writes ``out``. Where CTAs share a head, each stores the state
-of its split; the last one to arrive merges the states in the order of the keys, so the bits do
-not depend on which CTA was last. Short heads are not cut where there is little work
-(``triton_work``). With ``SPLITS_FIXED`` (batch invariance) heads are cut at multiples of
-``1 << SPLIT_SHIFT`` tiles instead, whatever the batch.
+A CTA that has all tiles of a head writes ``out``. If several CTAs share a head, each stores the
+state of its split, and the last one to arrive merges the states in the order of the keys, so the
+bits do not depend on which CTA was last. If there is little work, short heads are not cut
+(``triton_work``), and only half of the CTAs take part (``HALVED``). With ``SPLITS_FIXED`` (batch
+invariance) heads are cut at multiples of ``1 << SPLIT_SHIFT`` tiles instead, whatever the batch.
 
-Lengths are read on the device: a captured launch is valid for others at replay.
+Lengths are read on the device, so a captured launch can be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...tiles.triton.online_softmax import (
     precision_of,
     scale_weights,
     tanh,
-    weigh,
+    update_softmax,
 )
 from ...tiles.triton.visible_blocks import compact_position, logical_keys
 from .triton_work import (
@@ -47,14 +47,14 @@ from .triton_work import (
     list_of,
     load_block_ids,
     slot_of,
-    store_note,
+    store_split_info,
     write_rows,
 )
 
 
 @triton.jit
 def _prefetch(table, key, end_key, block_size):
-    """Bring a range's block ids near, so that no tile waits for memory before its keys."""
+    """Prefetch a range's block ids to L2."""
     last = (end_key - 1) // block_size
     for index in range(key // block_size, last + 1, 8 * 128):
         at = table + tl.minimum(index + 8 * tl.arange(0, 128), last)
@@ -69,13 +69,13 @@ def _load_splits(
     split_accs, split_sums, start, num_splits, seq_head, first_cta, max_splits, rows, is_row,
     SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The states of some rows of ``AT_ONCE`` splits, from ``start`` on; empty past the last."""
+    """Load rows ``rows`` of ``AT_ONCE`` splits' states from ``start`` on; empty past the last."""
     columns = tl.arange(0, V)
     split = start + tl.arange(0, AT_ONCE)
     is_state = (split < num_splits)[:, None] & is_row[None, :]
     slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
     sums = split_sums + (slot * 2 * ROWS)[:, None] + rows[None, :]
-    # .cg: from the second-level cache, where the stores of other CTAs are.
+    # .cg: load from L2, where other CTAs' stores are; L1 may be stale.
     ms = tl.load(sums, mask=is_state, other=float("-inf"), cache_modifier=".cg")
     ls = tl.load(sums + ROWS, mask=is_state, other=0.0, cache_modifier=".cg")
     accs = tl.load(
@@ -92,9 +92,9 @@ def _merge_splits(
     SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The state of some rows of a head from those of all its splits, in the order of their keys.
+    """Merge all splits' states of rows ``rows`` of a head, in the order of their keys.
 
-    ``AHEAD``: whether states are loaded while others are merged, in twice the registers.
+    ``AHEAD``: whether the next states are loaded during a merge, which takes twice the registers.
     """
     m = tl.full([rows.shape[0]], float("-inf"), tl.float32)
     l = tl.zeros([rows.shape[0]], tl.float32)
@@ -126,7 +126,7 @@ def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
-    split_sums,  # float32 [slots, 2, ROWS]: their m and l; behind the notes for ``merge_kernel``
+    split_sums,  # float32 [slots, 2, ROWS]: their m and l; if MERGE_ROWS, split_info comes first
     arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, SIZE]
@@ -148,13 +148,15 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
-    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr,
+    HALVED: tl.constexpr,  # use half of the CTAs if each would have fewer tiles than this
+    LEAST: tl.constexpr,  # fewest tiles of a CTA; 0: no limit
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     MERGE_ROWS: tl.constexpr,  # 0: the last CTA of a head to arrive merges; else ``merge_kernel``
     DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     if PREFETCH:  # not interpreted
         wait_for_previous()
     # The length of the work queue, and this CTA's range of it.
@@ -207,7 +209,7 @@ def decode_kernel(
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
         running = tl.max(ends)
 
-    notes = split_sums
+    split_info = split_sums
     if MERGE_ROWS > 0:
         split_sums += 2 * num_seqs * num_kv_heads
     rows = tl.arange(0, TILE_M)
@@ -255,8 +257,8 @@ def decode_kernel(
         table = block_tables + seq.to(tl.int64) * table_stride
         if PREFETCH and not VISIBLE:
             _prefetch(table, low * TILE_N, tl.minimum(high * TILE_N, seq_len), block_size)
-        # Block ids are loaded a tile ahead, their numbers in the list two tiles: keys and values
-        # need not wait for them.
+        # Block ids are loaded one tile ahead, and listed block numbers two tiles, so that loads of
+        # keys and values need not wait for them.
         key = low * TILE_N + keys
         number = find_block_numbers(
             blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
@@ -303,7 +305,7 @@ def decode_kernel(
                 s += slopes[:, None] * (place[None, :] - position[:, None])
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
-            p, decay, m, l = weigh(s, m, l)
+            p, decay, m, l = update_softmax(s, m, l)
             if SCALES == "token":
                 row = block * vs_block + slot * vs_slot + head * vs_head
                 v_scales = tl.load(v_scale + row, mask=used, other=0.0)
@@ -314,7 +316,8 @@ def decode_kernel(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # All keys of the head: done. Some of them: the last CTA to arrive merges, or a launch.
+        # With all keys of the head, write it. Otherwise store the split, to be merged by the last
+        # CTA to arrive, or by merge_kernel.
         seq_head = seq * num_kv_heads + head
         if count == per_head:
             write_rows(
@@ -322,7 +325,7 @@ def decode_kernel(
                 num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
             )  # fmt: skip
             if MERGE_ROWS > 0:
-                store_note(notes, seq_head, 0, 1)
+                store_split_info(split_info, seq_head, 0, 1)
         else:
             queue_start = head_start.to(tl.int64)
             first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
@@ -340,9 +343,9 @@ def decode_kernel(
             )
             if MERGE_ROWS > 0:
                 if first == 0:
-                    store_note(notes, seq_head, first_cta, num_splits)
+                    store_split_info(split_info, seq_head, first_cta, num_splits)
             else:
-                tl.debug_barrier()  # every thread's stores come before the one thread's count
+                tl.debug_barrier()  # all threads have stored before one of them counts
                 arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
                 if arrived == num_splits - 1:
                     tl.store(arrivals + seq_head, 0)
@@ -368,7 +371,7 @@ def merge_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]
-    split_sums,  # float32: [num_seqs * num_kv_heads, 2] notes, then [slots, 2, ROWS]
+    split_sums,  # float32: split_info [num_seqs * num_kv_heads, 2], then m and l [slots, 2, ROWS]
     cu_seqlens_q,  # int32 [num_seqs + 1]
     sinks,  # float32 [num_heads]
     v_scale,  # float32 [num_kv_heads] where SCALES is "head"
@@ -377,7 +380,7 @@ def merge_kernel(
     SPLITS_FIXED: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     MERGE_ROWS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Merge ``MERGE_ROWS`` rows of a head of which ``decode_kernel`` stored splits."""
+    """Merge the splits of ``MERGE_ROWS`` rows of a head. Grid: (sequence, KV head) × row tiles."""
     if PREFETCH:  # not interpreted
         wait_for_previous()
     seq_head = tl.program_id(0)
@@ -386,7 +389,7 @@ def merge_kernel(
     num_splits = tl.load(split_sums + 2 * seq_head + 1, cache_modifier=".cg").to(tl.int32)
     first_token = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    # A head in one split is written. It does not end here: all these loads are to be under way.
+    # A head in one split is already written. No early return, so that all loads overlap.
     query_len = tl.where(num_splits > 1, query_len, 0)
     num_splits = tl.where(num_splits > 1, num_splits, 0)
     rows = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)

@@ -1,6 +1,6 @@
-"""Merge the states of a prefix's splits and of a sequence's own keys on a GPU.
+"""Merge the states of a shared prefix's splits and of a sequence's own keys on a GPU.
 
-A program merges some of one token's heads, and loads the states of several splits at once::
+Grid: tokens × tiles of ``HEADS`` heads. The states of several splits are loaded at once::
 
     lse = log Σ exp(lse_i)        out = Σ exp(lse_i - lse) out_i
 """
@@ -25,7 +25,7 @@ def _add_splits(
     m, l, acc, outs, lses, start, splits, pitch, row, is_head, mask,
     V_SIZE: tl.constexpr, V: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the states of ``AT_ONCE`` splits into a state."""
+    """Merge the states of ``AT_ONCE`` splits into a state."""
     new_m = m
     for i in tl.static_range(AT_ONCE):
         is_there = is_head & (start + i < splits)
@@ -35,7 +35,7 @@ def _add_splits(
     pivot = finite(new_m)
     decay = tl.exp2(m - pivot)
     l, acc = l * decay, acc * decay[:, None]
-    # States do not wait for the log-sum-exps. Where there is none, they may be anything.
+    # Loads of outputs do not wait for the log-sum-exps. Without keys an output may be anything.
     for i in tl.static_range(AT_ONCE):
         is_there = is_head & (start + i < splits)
         at = (start + i) * pitch + row
@@ -60,7 +60,7 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr, V_SIZE: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr,
     AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     if EARLY:
         wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
@@ -106,13 +106,13 @@ def merge(out: Tensor, outs: Tensor, lses: Tensor, own: Tensor, own_lse: Tensor)
 def make_launcher(
     dtype: torch.dtype, num_heads: int, width: int, splits: int, aligned: bool, is_early: bool
 ) -> Launcher:
-    """Return the kernel for a type of results, a number of heads and a width of values.
+    """Return the launcher for a type of results, a number of heads and a width of values.
 
     Args:
-        dtype: Of results.
+        dtype: Element type of results.
         num_heads: Query heads.
-        width: Of values.
-        splits: How many there are about: some are loaded at once.
+        width: Width of values.
+        splits: Number of splits, which limits how many are loaded at once.
         aligned: Whether rows of ``out`` begin at multiples of 16 bytes.
         is_early: Whether it is launched before the previous kernel ends.
     """

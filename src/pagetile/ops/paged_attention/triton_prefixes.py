@@ -1,14 +1,14 @@
-"""Prefixes that groups of sequences share, on a GPU: their attention, and the batches' layout.
+"""Shared prefixes on a GPU: attention of a group's rows over its prefix, and the tables it takes.
 
-``prefix_kernel`` computes all rows of a group over the keys of its prefix. Its CTAs take work
-items in turns: a tile of rows, one KV head and a *split* of the keys, which leaves a state of its
-own for ``triton_merge``. All splits of a launch have ``share`` tiles of keys at most, which is
-chosen on the device so that every CTA gets one item::
+``prefix_kernel`` computes all rows of a group over the keys of its prefix. A work item is a tile of
+rows, one KV head and a *split* of the keys, whose state ``triton_merge`` merges; CTAs take items
+round-robin. Splits have at most ``share`` tiles of keys, chosen on the device so that every CTA
+gets about one item::
 
     groups    a: 3 sequences, 8 key tiles     b: 2 sequences, 4 key tiles     share 4
     items     a tile 0  split 0 │ split 1     b tile 0  split 0               of every KV head
 
-``lay_out`` writes the batches of calls that compute both passes. A program writes one row::
+``lay_out`` writes lengths and block tables of both passes, one row per program::
 
     prefixes   row = group                     blocks of the prefix
     own        row = num_groups + sequence     blocks after the prefix
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...tiles.triton.early import let_next_begin, publish, wait_for_previous, wait_now
-from ...tiles.triton.forward import walk
+from ...tiles.triton.forward import attend_tiles
 from ...tiles.triton.launch import INTERPRETED, Launcher
 from ...tiles.triton.online_softmax import LOG2_E, ROOM, SMALLEST, exp2_of, finish, fit_queries
 
@@ -34,19 +34,19 @@ _TILE = 256
 
 @triton.jit
 def _read(at, mask):
-    """Load numbers, 0 where there are none."""
+    """Load from L2; 0 where masked."""
     return tl.load(at, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit
 def _pick(lanes, lane, numbers):
-    """The number of one lane."""
+    """The value of one lane."""
     return tl.sum(tl.where(lanes == lane, numbers, 0))
 
 
 @triton.jit
 def _find_positions(token, is_row, first_seq, end_seq, seq_lens, cu_seqlens_q, search_steps):
-    """The positions of tokens of the sequences from ``first_seq`` up to ``end_seq``."""
+    """The positions of tokens in their sequences, found among ``first_seq`` to ``end_seq``."""
     low, high = first_seq + 0 * token, end_seq + 0 * token
     for _ in range(search_steps):
         middle = (low + high) // 2
@@ -62,7 +62,7 @@ def _find_positions(token, is_row, first_seq, end_seq, seq_lens, cu_seqlens_q, s
 def _prefetch(
     cache, table, key, end_key, block_size, cache_block, cache_slot, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Bring the rows of some keys into the second-level cache."""
+    """Prefetch the rows of some keys to L2."""
     key = tl.minimum(key, end_key - 1)
     block = tl.load(table + key // block_size, cache_modifier=".cg").to(tl.int64)
     at = cache + block * cache_block + key % block_size * cache_slot
@@ -97,17 +97,17 @@ def prefix_kernel(
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SCALES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr,
     PREFETCH: tl.constexpr,  # see wait_for_previous
-    EARLY: tl.constexpr,  # whether only q may still be written by the kernel in front
-    FETCHED: tl.constexpr,  # keys of an item, at most, that are fetched before it is waited for
+    EARLY: tl.constexpr,  # whether the previous kernel writes only q of what is read here
+    FETCHED: tl.constexpr,  # keys of an item that are prefetched before that kernel is waited for
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     if EARLY:
         let_next_begin()
     elif PREFETCH:
         wait_for_previous()
     # The items of each group. A group without a prefix has one split, which is empty.
-    # .cg: what is read early may be older in the first-level cache.
+    # .cg (in _read): L1 may hold stale values of what is read before the wait.
     lanes = tl.arange(0, GROUPS)
     is_group = lanes < num_groups
     first_seqs = _read(cu_group_seqs + lanes, is_group)
@@ -145,7 +145,7 @@ def prefix_kernel(
         if EARLY:
             if FETCHED > 0:
                 end_key = tl.minimum(tl.minimum(high, low + FETCHED // TILE_N) * TILE_N, length)
-                # Other tiles of rows have the same keys.
+                # Only the first tile of rows prefetches, since all read the same keys.
                 first_key = tl.where(number % num_tiles == 0, low * TILE_N, end_key)
                 for key in range(first_key, end_key, 128):
                     keys = key + tl.arange(0, 128)
@@ -188,8 +188,8 @@ def prefix_kernel(
         l = tl.zeros([TILE_M], tl.float32)
         acc = tl.zeros([TILE_M, V], tl.float32)
         unit = SMALLEST
-        # Few tiles: a loop of its own for those that need no mask would load the last one late.
-        m, l, acc, unit = walk(
+        # One loop, all masked: there are few tiles, and a second loop could not load ahead.
+        m, l, acc, unit = attend_tiles(
             m, l, acc, unit, q_tile, low, high, 0, length, 0 * row, 0 * row + length, position,
             slopes, k_cache + head.to(tl.int64) * k_head, v_cache + head.to(tl.int64) * v_head,
             table, k_scales, v_scales, scale, soft_cap, block_size,
@@ -208,12 +208,12 @@ def prefix_kernel(
             mask=is_row[:, None] & (v_columns < V_SIZE)[None, :],
         )
         tl.store(lses + to, row_lse, mask=is_row)
-        if split == 0:  # of splits that these rows do not have
+        if split == 0:  # mark the splits that these rows do not have as empty
             for empty in range(count, splits):
                 to = (num_tokens.to(tl.int64) * empty + at) * num_kv_heads * GROUP + q_heads
                 tl.store(lses + to, tl.full([TILE_M], float("-inf"), tl.float32), mask=is_row)
     if EARLY:
-        wait_now()  # without an item, too
+        wait_now()  # also in CTAs without an item
 
 
 class PassTables(NamedTuple):
@@ -238,7 +238,7 @@ def _lay_out_kernel(
     num_groups, block_size, width, table_stride,
     GROUPS: tl.constexpr, TILE: tl.constexpr, PUBLISH: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Write one row of both passes' tables."""
     row = tl.program_id(0)
     if row < num_groups:
         seq = tl.load(cu_group_seqs + row)
@@ -276,7 +276,7 @@ def lay_out(
     *,
     block_size: int,
 ) -> PassTables:
-    """Lay out both passes of a batch whose groups share prefixes.
+    """Return lengths and block tables of both passes of a batch with shared prefixes.
 
     Args:
         block_tables: int32 ``[num_seqs, width]``, as the batch's other tensors.

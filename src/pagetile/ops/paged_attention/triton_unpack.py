@@ -1,4 +1,4 @@
-"""Unpacking 8-bit blocks on a GPU: pages of 16 bits for a prefill, every key once.
+"""Convert the 8-bit blocks of a batch to 16-bit pages on a GPU, before a prefill kernel.
 
 ::
 
@@ -7,14 +7,14 @@
                     ▼  ▼  ▼
     page 3          [ 48 keys │ zeros ]  of each KV head, 128 rows side by side
 
-Programs take work items in turns: a part of a page, of one KV head. Pages of a sequence are
-neighbours, and sequences follow each other; tables of the pages' numbers are written, too. A
-sequence of few new tokens, which another kernel attends to, has no pages, nor have keys to the
-left of all windows. Rows past a sequence's end are zeros, whatever the cache holds there.
+A work item is a part of a page of one KV head; CTAs take items round-robin. Pages of a sequence are
+consecutive, and block tables for them are written as well. Sequences of few new tokens, which the
+decode kernel computes, get no pages, and neither do keys left of all windows. Rows past a
+sequence's end are zeros, whatever the cache holds there.
 
-Unpacking is exact. Scales of heads are left to the forward kernel, but keys get the sign of their
-scale. Keys have the queries' type. Values have float16, as where the forward kernel converts them,
-so both ways multiply the same numbers.
+The conversion is exact. The forward kernel applies scales of heads, except for the sign of a key's
+scale, which is applied here. Keys get the queries' type, and values float16, as when the forward
+kernel converts them itself, so the results are the same.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .problem import Arguments, CallForm, Problem
 from .unpacking import PAGE, count_pages
 
 _ELEMENTS = 8192
-"""Of a work item's keys: 64 bytes of each of 128 threads."""
+"""Elements of a work item's keys: 64 bytes a thread."""
 _WARPS = 4
 _PROGRAMS = 6
-"""On a multiprocessor: what registers leave room for, and enough in flight."""
+"""CTAs of a multiprocessor: as many as registers allow, with enough bytes in flight."""
 
 
 @triton.jit
 def _load_rows(cache, at, is_key, SIZE: tl.constexpr, D: tl.constexpr):
     column = tl.arange(0, D)
     inside = is_key[:, None] & (column < SIZE)[None, :]
-    # Read once: pages, which are read next, may stay in the second-level cache in their place.
+    # Read once, so evicted first: the pages, which are read next, should stay in L2.
     return tl.load(
         cache + at[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
     )
@@ -82,16 +82,16 @@ def unpack_kernel(
     SEQS: tl.constexpr,  # lanes, one for each sequence
     D: tl.constexpr,
     V: tl.constexpr,
-    PDL: tl.constexpr,  # whether the next kernel may begin; it waits before it reads pages
+    PDL: tl.constexpr,  # whether the next kernel may start early; it waits before it reads pages
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     if PDL:
         let_next_begin()
     lane = tl.arange(0, SEQS)
     is_seq = lane < num_seqs
     query_lens = tl.load(cu_seqlens_q + lane + 1, mask=is_seq, other=0)
     query_lens -= tl.load(cu_seqlens_q + lane, mask=is_seq, other=0)
-    # No length makes a launch write past what was allocated for its bounds.
+    # Clamp lengths, so that none makes the kernel write past the allocated pages.
     lens = tl.minimum(tl.load(seq_lens + lane, mask=is_seq, other=0), longest)
     # The page of the first key that a new token sees.
     first_pages = tl.maximum(lens - query_lens + 1 - window, 0) // PAGE
@@ -115,14 +115,14 @@ def unpack_kernel(
         block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         slot = key % BLOCK_SIZE
         kv_head = head.to(tl.int64)
-        # All loads before any store: they wait for memory together.
+        # All loads come before any store, so that their latencies overlap.
         at = block * k_block + slot * k_slot + kv_head * k_head
         new_keys = _load_rows(k_cache, at, is_key, SIZE, D)
         at = block * v_block + slot * v_slot + kv_head * v_head
         new_values = _load_rows(v_cache, at, is_key, V_SIZE, V)
         signs = tl.where(tl.load(k_scale + kv_head * ks_head) < 0, -32768, 0).to(tl.int16)
         row = (page.to(tl.int64) * num_kv_heads + kv_head) * PAGE + key % PAGE
-        # Float16 holds all 8-bit values, and bfloat16 does.
+        # Exact: float16 and bfloat16 hold all 8-bit values.
         wide = new_keys.to(tl.float16).to(tl.float32).to(keys.dtype.element_ty)
         wide = (wide.to(tl.int16, bitcast=True) ^ signs).to(keys.dtype.element_ty, bitcast=True)
         _store_rows(keys, row, wide, SIZE, D)
@@ -137,16 +137,15 @@ class UnpackedCache(NamedTuple):
     v: Tensor
     """``[num_pages, PAGE, num_kv_heads, v_head_size]`` of float16."""
     tables: Tensor
-    """int32 ``[num_seqs, max_pages]``: a page for 128 keys, any number where there is none."""
+    """int32 ``[num_seqs, max_pages]``: a page for 128 keys; undefined where there is none."""
 
 
 @dataclass(frozen=True, eq=False)
 class UnpackLaunch:
-    """A launch of ``unpack_kernel`` with everything bound that calls of one form share.
+    """A launch of ``unpack_kernel``, with the arguments bound that calls of one form share.
 
-    What it writes is allocated by every call, not lent by ``workspace``, which keeps what it lends
-    and has another copy for graphs: torch's allocator gives the same memory to every layer, and to
-    what comes after them.
+    Every call allocates the pages, rather than taking them from ``workspace``, which holds memory
+    for good: torch's allocator reuses the same memory for every layer.
     """
 
     launch: Launch
@@ -209,7 +208,7 @@ def make_launcher(
     block_size: int,
     seqs: int,
 ) -> Launcher:
-    """The kernel for one cache, and batches of up to ``seqs`` sequences, a power of two."""
+    """The launcher for one cache, and batches of up to ``seqs`` sequences, a power of two."""
     d, v = (max(16, power_of_2(size)) for size in (head_size, v_head_size))
     cache = POINTERS[kv_dtype] + ":16"
     types = {"keys": POINTERS[q_dtype] + ":16", "values": "*fp16:16", "tables": "*i32"}

@@ -1,20 +1,17 @@
 """The decode kernels' work queue, and the state of a head's splits: shared by Triton and Gluon.
 
-A work tile is a tile of keys of one KV head. The queue holds the work tiles of a head side by
-side, heads of a sequence one after the other, sequences in the batch's order; each CTA takes an
-equal range of it. See ``triton_decode``.
+A work tile is one key tile of one KV head, or several of them. The queue holds the work tiles of
+all heads, sequence after sequence; each CTA takes an equal range of it. See ``triton_decode``.
 
-Merging the splits of a head takes as long as reading several tiles. Where there is little work
-and no long head (``choose_whole``), all keys of a head are therefore one work tile if they are up
-to ``WHOLE`` tiles, and of other heads ``1 << SPLIT_SHIFT`` tiles are one, as always with
-``SPLITS_FIXED``.
+Merging the splits of a head takes as long as reading several tiles. So if there is little work and
+no long head (``choose_whole``), a head of up to ``WHOLE`` key tiles is a single work tile, and
+other heads have work tiles of ``1 << SPLIT_SHIFT`` key tiles, as always with ``SPLITS_FIXED``.
 
-Where blocks are listed (``VISIBLE``) heads of a sequence have different numbers of keys. Then an
-entry of the queue is one KV head of one sequence, otherwise a sequence with all its KV heads
-(``heads``), and tiles count compact keys (``tiles.triton.visible_blocks``).
+An entry of the queue is a sequence with all its KV heads. With listed blocks (``VISIBLE``) heads of
+a sequence have different numbers of keys, so an entry is one KV head of one sequence, and key tiles
+are tiles of compact keys (``tiles.triton.visible_blocks``).
 
-No helper here creates a tensor, so none needs a layout: ``@gluon.jit`` kernels call them as they
-are (compiled for sm_90 under Triton 3.6 and 3.7.1).
+No helper here creates a tensor, so none needs a layout and ``@gluon.jit`` kernels can call them.
 """
 
 import triton
@@ -24,18 +21,18 @@ from ...tiles.triton.online_softmax import LN_2, LOG2_E, add_sink
 from ...tiles.triton.visible_blocks import compact_position
 
 NO_WINDOW = tl.constexpr(1 << 30)
-"""What ``launch.window_of`` passes where there is no window."""
+"""The value that ``launch.window_of`` passes if there is no window."""
 
 FEW = tl.constexpr(8)
-"""Up to this many tiles a CTA, dividing the work less evenly costs less than merging."""
+"""Up to this many tiles per CTA, uneven ranges cost less than merging."""
 
 LONG = tl.constexpr(4)
-"""A head of more than this many times ``WHOLE`` tiles is long: its splits are merged anyway."""
+"""A head of more than this many times ``WHOLE`` tiles is long."""
 
 
 @triton.jit
 def add(a, b):
-    """The operation of a scan."""
+    """The operation of ``gl.associative_scan``."""
     return a + b
 
 
@@ -48,7 +45,7 @@ def _key_tiles(first_key, end_key, TILE_N: tl.constexpr):
 
 @triton.jit
 def key_range(seq_len, query_len, window, listed, seq, head, VISIBLE: tl.constexpr):
-    """The keys that any row may see: the first one, and the one after the last; compact ones.
+    """The keys that any row may see: the first one, and the one after the last; compact if VISIBLE.
 
     ``listed`` is ``(visible_blocks, max_visible, search_steps, seq_stride, head_stride,
     block_size)``.
@@ -71,7 +68,7 @@ def list_of(listed, seq, head):
 
 @triton.jit
 def _keep_short(seq_len, query_len, MOST: tl.constexpr):
-    """Lengths, or 0 for a sequence of more new tokens than ``MOST``: another launch computes it."""
+    """Return lengths, 0 for sequences of more than ``MOST`` new tokens: prefill computes them."""
     return tl.where(query_len <= MOST, seq_len, 0), tl.where(query_len <= MOST, query_len, 0)
 
 
@@ -80,7 +77,7 @@ def count_key_tiles(
     seq_lens, cu_seqlens_q, entry, num_seqs, num_kv_heads, window, listed, MOST: tl.constexpr,
     TILE_N: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys of entries of the queue: the first, the one after the last, the heads."""
+    """Each entry's first key tile, the one after its last, and its number of heads."""
     seq, head = _split_entry(entry, num_kv_heads, VISIBLE)
     is_seq = seq < num_seqs
     seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
@@ -95,13 +92,13 @@ def count_key_tiles(
 
 @triton.jit
 def _shift_of(whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.constexpr):
-    """The logarithm of a work tile's tiles."""
+    """The base-2 logarithm of a work tile's number of key tiles."""
     return SPLIT_SHIFT if SPLITS_FIXED else tl.where(whole > 0, SPLIT_SHIFT, 0)
 
 
 @triton.jit
 def _count_splits(first, end, whole, shift):
-    """Work tiles of a head: at least one, which writes the result."""
+    """Work tiles of a head; at least one, to write the result of a head without keys."""
     count = ((end + (1 << shift) - 1) >> shift) - (first >> shift)
     return tl.where(end - first <= whole, 1, tl.maximum(count, 1))
 
@@ -110,8 +107,8 @@ def _count_splits(first, end, whole, shift):
 def count_work_tiles(tiles, whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.constexpr):
     """Work tiles of each entry of the queue.
 
-    ``tiles`` is what ``count_key_tiles`` returned; heads of up to ``whole`` tiles are one work
-    tile. With 0 they are not, and without ``SPLITS_FIXED`` each tile is one.
+    ``tiles`` is the result of ``count_key_tiles``. Heads of up to ``whole`` key tiles are one work
+    tile. With ``whole`` 0 and without ``SPLITS_FIXED`` every key tile is a work tile.
     """
     first, end, heads = tiles
     shift = _shift_of(whole, SPLIT_SHIFT, SPLITS_FIXED)
@@ -120,10 +117,11 @@ def count_work_tiles(tiles, whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.c
 
 @triton.jit
 def choose_whole(total_tiles, total_whole, longest, programs, WHOLE: tl.constexpr):
-    """The queue's ``whole``, and its work tiles: ``total_whole`` with ``WHOLE``, or all tiles.
+    """Choose ``whole`` (``WHOLE`` or 0), and return it with the number of work tiles.
 
-    ``longest`` is the most tiles of a head. Beside a long head, short ones are left whole only
-    where there are CTAs for all tiles: elsewhere they make ranges uneven and save no time.
+    ``total_whole`` is that number with ``WHOLE``, and ``longest`` the most key tiles of a head. If
+    a head is long, its splits have to be merged anyway, and whole heads would only make ranges
+    uneven, unless there is a CTA for every tile.
     """
     is_little = (total_tiles <= programs * FEW) & (longest <= LONG * WHOLE)
     is_little = is_little | (total_tiles <= programs)
@@ -150,12 +148,13 @@ def find_range(
     whole, MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """The part of one KV head's keys that begins at work tile ``work`` of the queue.
+    """The work of one KV head that begins at work tile ``work`` of the queue.
 
-    ``before`` is the number of work tiles ahead of the entry. Returns the sequence, its KV head,
-    its lengths and first token; the head's first work tile in the queue and their number; the
-    part's first work tile in the head and their number; its tiles of keys from ``low`` to
-    ``high``, and the range of keys that any row may see.
+    ``before`` is the number of work tiles before the entry. Returns ``(seq, head, seq_len,
+    first_token, query_len, head_start, per_head, first, count, low, high, first_key, end_key)``:
+    the head's work tiles are ``head_start`` to ``head_start + per_head`` of the queue; this CTA has
+    ``count`` of them from the head's number ``first`` on, key tiles ``low`` to ``high``; rows see
+    keys from ``first_key`` up to ``end_key``.
     """
     seq, first_head = _split_entry(entry, num_kv_heads, VISIBLE)
     seq_len = tl.load(seq_lens + seq)
@@ -184,7 +183,7 @@ def find_range(
 def find_block_numbers(
     blocks, key, first_key, end_key, block_size, BLOCK_SIZE: tl.constexpr, VISIBLE: tl.constexpr
 ):
-    """Load the logical block numbers of compact keys from the list; others are computed later."""
+    """If VISIBLE, load the listed block numbers of compact keys, for ``load_block_ids``."""
     if VISIBLE:
         size = BLOCK_SIZE if BLOCK_SIZE > 0 else block_size
         used = (key >= first_key) & (key < end_key)
@@ -197,7 +196,7 @@ def load_block_ids(
     table, number, key, first_key, end_key, block_size, BLOCK_SIZE: tl.constexpr,
     VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of some keys; 0 for keys that no row sees, whose entries may hold anything."""
+    """Block ids of some keys; 0 for keys that no row sees, whose table entries are undefined."""
     used = (key >= first_key) & (key < end_key)
     if VISIBLE:
         used = used & (number >= 0)
@@ -208,10 +207,10 @@ def load_block_ids(
 
 @triton.jit
 def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
-    """Where the state of a head's ``split``-th split is kept.
+    """The slot of scratch memory for the state of a head's ``split``-th split.
 
-    A CTA of the balanced plan stores at most two states: of the head that its range begins within,
-    and of the one that it begins and does not end.
+    With balanced ranges a CTA stores at most two states: of the head that its range starts inside,
+    and of the head that its range ends inside.
     """
     if SPLITS_FIXED:
         slot = seq_head * max_splits + split
@@ -221,10 +220,10 @@ def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
 
 
 @triton.jit
-def store_note(notes, seq_head, first_cta, num_splits):
-    """Tell ``triton_decode.merge_kernel`` where a head's states are: integers, exact as floats."""
-    tl.store(notes + 2 * seq_head, first_cta)
-    tl.store(notes + 2 * seq_head + 1, num_splits)
+def store_split_info(split_info, seq_head, first_cta, num_splits):
+    """Store a head's first CTA and number of splits for ``merge_kernel``, as exact floats."""
+    tl.store(split_info + 2 * seq_head, first_cta)
+    tl.store(split_info + 2 * seq_head + 1, num_splits)
 
 
 @triton.jit
@@ -234,7 +233,7 @@ def write_rows(
 ):  # fmt: skip
     """Add the sinks, divide, and write a KV head's rows of ``out`` and ``lse``.
 
-    ``row`` and ``column`` are the numbers of the rows and columns of ``acc``, in its layout.
+    ``row`` and ``column`` are the indices of the rows and columns of ``acc``, in its layout.
     """
     is_row = row < query_len * GROUP
     token = (first_token + row // GROUP).to(tl.int64)
@@ -242,7 +241,7 @@ def write_rows(
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=is_row, other=0.0) * LOG2_E
         m, l, acc = add_sink(m, l, acc, sink)
-    seen = l != 0  # NaN counts as seen: it has to show
+    seen = l != 0  # true for NaN, so that it propagates
     divisor = tl.where(seen, l, 1.0)
     result = acc * (factor / divisor)[:, None]
     tl.store(

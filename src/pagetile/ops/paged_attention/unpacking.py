@@ -18,10 +18,10 @@ MOST_BYTES = 512 << 20
 MOST_SEQS = 2048
 """Most sequences of a call, since each program reads all their lengths."""
 
-# By a run on an H200 (decision 35); an H100 has less bandwidth, which RATE allows for.
+# Measured on an H200 (decision 35); RATE is lower, for the H100's bandwidth.
 CONVERTING = 0.2e-12
-"""Extra seconds of a multiprocessor per row and element of a visible key or value, where elements
-are converted for every tile of rows."""
+"""Extra seconds of a multiprocessor per row and element of a visible key or value, if elements are
+converted for every tile of rows."""
 UNPACKING = 8e-6
 """Seconds of another launch and its dependent loads."""
 RATE = 2.6e12

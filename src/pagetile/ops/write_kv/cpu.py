@@ -1,11 +1,11 @@
-"""Writing keys and values on a CPU: one row of memory a token and head.
+"""Write keys and values to a paged cache on a CPU, one row per token and head.
 
 ::
 
     slot  ->  block = slot // block_size, offset = slot % block_size
     cache[block, offset, head, :] = new[token, head, :] / scale
 
-Without a scale a row is only converted; a row of 8 bits may have to be measured first.
+Without a scale a row is only converted; with scales per token a row's scale is computed first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..scales import LARGEST_CODE, SMALLEST_SCALE
 
 @inner()
 def _measure(new, source, size, largest_code):
-    """The scale of a row: its greatest absolute value over the greatest code, NaN if infinite."""
+    """A row's scale: its largest absolute value over the largest 8-bit value, NaN if infinite."""
     whole = size // 16 * 16
     amax = zeros()
     for d in range(0, whole, 16):
@@ -47,7 +47,7 @@ def _measure(new, source, size, largest_code):
 
 @inner(inline="always")
 def _finite_size(x):
-    """Absolute values; infinite for NaN, which a maximum would lose."""
+    """Absolute values; infinite for NaN, which a maximum would drop."""
     infinity = splat(np.float32(np.inf))
     size = maximum(x, sub(zeros(), x))
     return where_less(size, infinity, size, infinity)
@@ -76,7 +76,7 @@ def _scatter(
     cache, new, scale, slot_mapping, block_size, num_heads, size,
     cache_strides, new_strides, scale_strides, largest_code,
 ):  # fmt: skip
-    """``scale`` is None, or read, or written if there is a ``largest_code``."""
+    """Write all rows. ``scale`` is None, or read, or computed and written if ``largest_code``."""
     for token in range(len(slot_mapping)):
         slot = slot_mapping[token]
         if slot < 0:

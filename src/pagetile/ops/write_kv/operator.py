@@ -1,7 +1,7 @@
-"""Writing keys and values as a compiler sees it: one node, which changes its caches.
+"""Custom operators of ``write_kv`` for compilers: one graph node that mutates its caches.
 
-Two operators: a scale for each token's head is written, any other is read, and may be a view that
-no kernel can write to.
+There are two, because scales per token are written, while others are only read and may be expanded
+views, which cannot be mutated.
 """
 
 from __future__ import annotations

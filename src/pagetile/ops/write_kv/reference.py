@@ -40,6 +40,6 @@ def measure(new: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes of new tokens, still to be rounded to float8; ``scale`` ``[…, num_kv_heads]``."""
+    """Divide, clamp and round to int8; float8 is rounded later. ``scale`` ``[…, num_kv_heads]``."""
     codes = (new.float() / scale[..., None]).clamp(-LARGEST_CODE[dtype], LARGEST_CODE[dtype])
     return codes.round().nan_to_num(0.0) if dtype == torch.int8 else codes  # int8 has no NaN

@@ -1,12 +1,12 @@
-"""Writing keys and values on a GPU: both in one launch, quantised on the way into 8-bit caches.
+"""Write keys and values to a paged cache on a GPU in one launch, quantising for 8-bit caches.
 
 ::
 
     row  ->  token = row // num_kv_heads, head = row % num_kv_heads, slot = slot_mapping[token]
     cache[slot // block_size, slot % block_size, head, :] = new[token, head, :] / scale
 
-A program moves ``TILE_M`` rows of the keys and the same rows of the values. A scale is read, one
-a head, or computed, one a row; codes are rounded as the reference rounds them.
+A program writes ``TILE_M`` rows of the keys and the same rows of the values. A scale per head is
+read, a scale per row computed; values are rounded as the reference does.
 
 Supports float32, float16 and bfloat16 into those or into float8_e4m3fn, float8_e5m2 and int8;
 any strides with a contiguous last dimension.
@@ -97,7 +97,7 @@ def _write_kv(
     slot = tl.load(slot_mapping + token * slot_stride, mask=row < num_rows, other=-1)
     is_wanted = slot >= 0
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    # Both loads before any store: they wait for memory together.
+    # Both loads come before any store, so that their latencies overlap.
     new_k, k_inside = _load(k, token * k_token + head * k_head, is_wanted, SIZE, D)
     new_v, v_inside = _load(v, token * v_token + head * v_head, is_wanted, V_SIZE, V)
     _store(
@@ -164,7 +164,7 @@ def _prepare(
     launcher = make_launcher(
         k.dtype, k_cache.dtype, block_size, num_heads, size, v_size,
         "none" if k_scale is None else "token" if len(k_scale) == 3 else "head",
-        # Elements that 16 bytes hold, where every row begins at a multiple of them.
+        # Elements by which all rows are aligned, up to 16 bytes.
         math.gcd(16 // k.dtype.itemsize, size, v_size, *source),
         math.gcd(16 // k_cache.dtype.itemsize, size, v_size, *to),
         is_aligned,
@@ -188,7 +188,7 @@ def make_launcher(
     to_factor: int,
     is_aligned: bool,
 ) -> Launcher:
-    """The kernel for one cache: ``factor`` elements at a time are read, ``to_factor`` written."""
+    """The launcher for one cache; source rows are aligned to ``factor`` elements."""
     d, v = (max(8, triton.next_power_of_2(width)) for width in (size, v_size))
     aligned = ":16" * is_aligned
     names = ("k_cache", "v_cache", "k_scale", "v_scale", "k", "v")

@@ -1,1 +1,1 @@
-"""Numba tiles: explicit vectors, micro-kernels on them, and threads."""
+"""Shared by Numba kernels: explicit vectors, micro-kernels on them, and threads."""

@@ -8,7 +8,7 @@ import torch
 from ...device import DeviceInfo
 from ..types import refuse_types
 
-# NumPy has no bfloat16 or float8 and Numba no float16; other types stand for them (``formats``).
+# NumPy has no bfloat16 or float8 and Numba no float16: other types hold their bits (``formats``).
 _STAND_INS = {
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,

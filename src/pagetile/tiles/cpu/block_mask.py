@@ -1,8 +1,7 @@
-"""Block masks on a CPU: skip tiles, and hide keys of a row.
+"""Block masks on a CPU: skip tiles, and mask keys of a row.
 
-A call has the mask as fields: ``block_mask``, a flat uint8 array of blocks, ``mask_seq``,
-``mask_head`` and ``mask_row``, its strides, and ``block_q`` and ``block_k``; without a mask
-``block_q`` is 0.
+A call has these fields: ``block_mask``, a flat uint8 array of blocks; ``mask_seq``, ``mask_head``
+and ``mask_row``, its strides; ``block_q`` and ``block_k``. Without a mask ``block_q`` is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .online_softmax import TILE_N
 
 
 def mask_fields(block_mask):
-    """The fields of a call, in their order, of a ``BlockMask`` or None."""
+    """Return the fields of a call, in order, for a ``BlockMask`` or None."""
     if block_mask is None:
         return np.empty(0, np.uint8), 0, 0, 0, 0, 0
     mask = block_mask.mask.contiguous()
@@ -26,7 +25,7 @@ def mask_fields(block_mask):
 
 @inner()
 def sees_blocks(call, seq, head, first_row, num_rows, first_key, num_keys):
-    """Whether any of some rows of one head sees any of some keys."""
+    """Whether any of ``num_rows`` rows of a head sees any of ``num_keys`` keys."""
     base = seq * call.mask_seq + head * call.mask_head
     last_row, last_key = first_row + num_rows - 1, first_key + num_keys - 1
     for q_block in range(first_row // call.block_q, last_row // call.block_q + 1):
@@ -39,7 +38,7 @@ def sees_blocks(call, seq, head, first_row, num_rows, first_key, num_keys):
 
 @inner()
 def sees_keys(call, item, first_key, num_keys):
-    """Whether any of an item's rows sees any of some keys."""
+    """Whether any of an item's rows sees any of ``num_keys`` keys."""
     first_head = item.first_head * call.group
     for head in range(first_head, first_head + item.num_heads * call.group):
         if sees_blocks(
@@ -51,11 +50,11 @@ def sees_keys(call, item, first_key, num_keys):
 
 @inner()
 def repeat_visible(call, scratch, side, item, tile, first, last):
-    """Let the places in a tile of keys that all rows are to skip repeat a key that one sees.
+    """Replace the addresses of a tile's keys that no row sees by those of a visible key.
 
-    A tile is read whole, and a NaN in a hidden block times a weight of 0 would be NaN. Keys before
-    ``first`` and from ``last`` on are skipped, too. Without a visible key nothing is changed: such
-    a tile is not read.
+    A tile is read whole, and a NaN in a masked block times a weight of 0 would be NaN. Keys before
+    ``first`` and from ``last`` on are replaced as well. A tile without a visible key is not read,
+    so it is left as it is.
     """
     shown = first
     while shown < last and not sees_keys(call, item, shown, 1):
@@ -77,7 +76,7 @@ def repeat_visible(call, scratch, side, item, tile, first, last):
 
 @inner()
 def hidden_end(call, seq, head, row, key, end):
-    """The end of the stretch of hidden keys that begins with ``key``; ``key`` if it is visible."""
+    """The end of the masked keys that begin at ``key``; ``key`` itself if that is visible."""
     at = seq * call.mask_seq + head * call.mask_head + row // call.block_q * call.mask_row
     while key < end and not call.block_mask[at + key // call.block_k]:
         key = (key // call.block_k + 1) * call.block_k

@@ -1,22 +1,23 @@
-"""Blocks of sums that stay in registers while products are added to them.
+"""Register blocks of matrix products: sums that stay in registers over the whole K loop.
 
 ::
 
     sums[r, n]  +=  left[r, k] · right[k, n]        k = 0, 1, …
 
-LLVM splits a vector into as many registers as it needs, and keeps on the stack what finds none: the
-sums of a block that is too large are loaded and stored at every step. So the size of a block
-follows from how many float32 numbers the registers of the target hold:
+LLVM splits a vector into as many registers as it needs, and spills those that do not fit: the sums
+of a block that is too large are loaded and stored at every step. So the size of a block is chosen
+by the number of float32 values that all vector registers of the target hold:
 
 =======  =======  ===============  ================================================
-numbers  lanes    targets          sums of a block, rows × columns
+floats   lanes    targets          sums of a block, rows × columns
 =======  =======  ===============  ================================================
 512      16       AVX-512          4 × 64; where fewer are left, 4 × 32 and 8 × 16
 128      8 or 4   AVX2, NEON       6 × 16: twelve of AVX2's sixteen registers
 64       4        SSE4.2           2 × 16
 =======  =======  ===============  ================================================
 
-A sum is taken in the order of ``k`` whatever block it belongs to, so blocks show in no bits.
+A sum is taken in the order of ``k`` whatever block it belongs to, so results do not depend on the
+block sizes.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _REGISTER, _COUNT = vector_registers()
 _NUMBERS = _REGISTER * _COUNT
 
 LANES = max(_REGISTER, 8)
-"""Of a vector in a block: one register, or two of four lanes."""
+"""Lanes of a vector in a block: one register, or two of four lanes."""
 WIDE = 64 if _NUMBERS >= 512 else 16
 """Columns of the largest block."""
 ROWS = 4 if WIDE == 64 else 6 if _NUMBERS >= 128 else 2
 """Rows of the largest block."""
 NARROW_ROWS = 8 if WIDE == 64 else ROWS
 """Rows of a block of sixteen columns."""
-_LEAST = {2: 2, 4: 4, 6: 4, 8: 4}  # rows of a share of a multiple of four, by the most
-_SCORES = 16 if WIDE == 64 else 8 if _NUMBERS >= 128 else 4  # that are summed at once
+_LEAST = {2: 2, 4: 4, 6: 4, 8: 4}  # fewest rows of a block of a multiple of four, by the most
+_SCORES = 16 if WIDE == 64 else 8 if _NUMBERS >= 128 else 4  # dot products at a time
 
 _F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _INDEX = types.intp
@@ -54,7 +55,7 @@ _INDEX = types.intp
 
 @inner()
 def rows_of_next(left, most):
-    """Rows of the next block where ``left`` are shared out evenly to blocks of at most ``most``."""
+    """Rows of the next block if ``left`` rows are divided evenly into blocks of up to ``most``."""
     blocks = (left + most - 1) // most
     return (left + blocks - 1) // blocks
 
@@ -77,11 +78,11 @@ def add_products(builder, steps, sums, load_operands, step=1):
     """Emit the loop over ``k``: 0, ``step``, … below ``steps``; returns the sums after it.
 
     Args:
-        builder: Of the function, at the place where the loop begins.
-        steps: A number known at run time.
-        sums: A dictionary of vectors, by row and column of the block.
+        builder: The IR builder, at the place where the loop begins.
+        steps: The end of ``k``, a run-time value.
+        sums: The initial sums: vectors by (row, column) of the block.
         load_operands: Emits the loads of a step ``k``; returns vectors by row, and by column.
-        step: A constant.
+        step: The increment of ``k``, a constant.
     """
     before, body = builder.basic_block, builder.append_basic_block("products")
     after = builder.append_basic_block("summed")
@@ -107,7 +108,7 @@ def add_products(builder, steps, sums, load_operands, step=1):
 
 
 def each_case(builder, number, cases, emit):
-    """Emit ``emit(case)`` for every case; the one that ``number`` is at run time runs."""
+    """Emit a switch on ``number`` with ``emit(case)`` for every case."""
     end = builder.append_basic_block("end")
     choice = builder.switch(number, end)
     for case in cases:
@@ -120,7 +121,7 @@ def each_case(builder, number, cases, emit):
 
 
 def finder(context, builder, sig, args):
-    """A function of an argument's place and terms of an index; returns the element's address."""
+    """Return ``find(place, *terms)``: the address of element ``sum(terms)`` of an argument."""
 
     def find(place, *terms):
         index = functools.reduce(builder.add, terms)
@@ -139,7 +140,7 @@ def multiply_block(
     typingctx, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds, rows, most,
     columns,
 ):  # fmt: skip
-    """``c[r, n] = Σ_k a[r, k] · b[k, n]``, or ``+=``, for a share of rows and literal columns."""
+    """``c[r, n] = Σ_k a[r, k] · b[k, n]``, or ``+=``, for a block of rows and literal columns."""
     vectors, most = range(columns.literal_value // LANES), most.literal_value
     c_type, a_type, b_type = c.dtype, a.dtype, b.dtype
 
@@ -179,7 +180,7 @@ def multiply_block(
 
 
 def _load_if(builder, wanted, dtype, targets):
-    """What lies at ``targets``, or zeros."""
+    """Load the vectors at ``targets`` if ``wanted``, else zeros."""
     zeros = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
     before = builder.basic_block
     with builder.if_then(wanted):
@@ -200,7 +201,7 @@ def mix_block(
 ):  # fmt: skip
     """``acc[r] = decay[first + r] · acc[r] + Σ_n p[r, n] · v[v_rows[n] + column]``.
 
-    For a share of rows and literal columns; asks for the values at ``ahead`` on the way.
+    For a block of rows and literal columns; prefetches the values at ``ahead``.
     """
     vectors, p_type, v_type = range(columns.literal_value // LANES), p.dtype, v.dtype
 
@@ -245,9 +246,9 @@ def mix_block(
 
 @intrinsic(prefer_literal=True)
 def score_block(typingctx, q, q_at, q_row, k, base, rows, ahead, key, width, queries):
-    """Products of one or four float32 queries with 16 or 4 keys: a vector a pair, to be summed.
+    """Products of one or four float32 queries with 16 or 4 keys: a vector per pair, to be summed.
 
-    Asks for the keys at ``ahead`` on the way. ``width`` is a multiple of 16.
+    Prefetches the keys at ``ahead``. ``width`` is a multiple of 16.
     """
     height = queries.literal_value
     num_keys, few = 16 // height, _SCORES // height
@@ -289,6 +290,6 @@ def score_block(typingctx, q, q_at, q_row, k, base, rows, ahead, key, width, que
 
 
 def _join(builder, low, high):
-    """Both vectors' lanes in one."""
+    """Concatenate two vectors."""
     lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
     return builder.shuffle_vector(low, high, lanes)

@@ -20,27 +20,27 @@ from numba.extending import overload
 from .linking import LINKED
 
 inner = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, **LINKED)
-"""For functions called from kernels: they borrow their arrays and allocate none.
+"""For functions called from kernels that allocate no arrays: without reference counting.
 
 Numba would otherwise count references to every array of every call, with atomic instructions:
 on a tile of 64 keys that took longer than the arithmetic.
 """
 
 folded = partial(inner, inline="always")
-"""For those with one caller: a part of it before Numba infers types."""
+"""For those with one caller: inlined before Numba infers types."""
 
 inner_by_types = partial(overload, jit_options={"_nrt": False, **LINKED})
 """For those whose source depends on the types of their arguments."""
 
 allocating = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, **LINKED)
-"""For functions called from ``entry`` ones that make a thread's scratch memory."""
+"""For functions called from ``entry`` ones that allocate a thread's scratch memory."""
 
 
 def entry() -> Callable[[Callable[..., Any]], Any]:
-    """For functions called from Python: they run beside each other and are compiled once a machine.
+    """For functions called from Python: they release the GIL, and are compiled once per machine.
 
-    Once a process where nothing can be kept: the package lies where its user may not write, and so
-    does the user's home.
+    Once per process if nothing can be cached, because neither the package's directory nor the
+    user's home is writable.
     """
     compile_ = partial(njit, nogil=True, no_cfunc_wrapper=True)
 
@@ -111,10 +111,10 @@ class _KernelCache(FunctionCache):
 
 @cache
 def _digest(folder: Path) -> str:
-    """Of the shared tiles, of an operation's own kernels, and of its problem and types."""
+    """Digest of the shared tiles, an operation's own kernels, its problem and types."""
     sources = {
         *Path(__file__).parent.glob("*.py"),
-        Path(__file__).parents[2] / "device.py",  # which registers there are
+        Path(__file__).parents[2] / "device.py",  # chooses the vector registers
         *folder.glob("*.py" if folder.name == "cpu" else "cpu*.py"),
         *folder.glob("problem.py"),
         *folder.parent.glob("*.py"),

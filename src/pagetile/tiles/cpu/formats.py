@@ -1,9 +1,9 @@
-"""How float32 lanes travel through memory, by the element type of the array.
+"""Conversion between float32 lanes and memory, by the element type of the array.
 
 =======  =========================  ================================================
 NumPy    holds                      load and store
 =======  =========================  ================================================
-float32  float32                    as it is
+float32  float32                    unchanged
 uint16   the bits of a bfloat16     shift by 16; round to nearest even
 int16    the bits of a float16      convert
 int8     int8                       convert; round to nearest even, ±127 at most
@@ -11,8 +11,8 @@ uint8    the bits of a float8 e4m3  by way of float16; likewise, ±448 at most
 bool     the bits of a float8 e5m2  shift to float16; likewise, ±57344 at most
 =======  =========================  ================================================
 
-NumPy has none of the four small floats and Numba no float16: other types of their size stand in
-for them. These functions emit LLVM code; ``simd`` makes Numba functions of them.
+NumPy has no bfloat16 or float8 and Numba no float16, so other types of their size hold their bits.
+These functions emit LLVM code; ``simd`` makes Numba functions of them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _I32, _I16, _I8 = ir.IntType(32), ir.IntType(16), ir.IntType(8)
 
 
 def load_lanes(builder, dtype, pointer, lanes):
-    """Vector of float32 from ``lanes`` elements in memory."""
+    """Load ``lanes`` elements as a vector of float32."""
     return _LOADS[dtype](builder, pointer, lanes)
 
 
 def store_lanes(builder, dtype, pointer, value):
-    """A vector of float32 to as many elements in memory."""
+    """Store a vector of float32, converted to the element type."""
     _write(builder, pointer, _ENCODINGS[dtype](builder, value))
 
 
@@ -69,7 +69,7 @@ def _load_f16(builder, pointer, lanes):
 
 
 def _converts_halves():
-    """Whether the target has instructions for float16; else LLVM calls a library we do not have."""
+    """Whether the target has instructions for float16; else LLVM calls a library function."""
     return platform.machine() not in ("x86_64", "AMD64") or "f16c" in cpu_features()
 
 
@@ -81,7 +81,7 @@ def _widen_half(builder, bits):
     wide = builder.sext(bits, ints)
     sign = builder.and_(wide, _all(ints, -1 << 31))
     size = builder.and_(builder.shl(wide, _all(ints, 13)), _all(ints, 0x0FFFE000))
-    # The biases, 15 and 127, differ by 112; a product brings subnormal numbers into place, too.
+    # The exponents' biases, 15 and 127, differ by 112. Multiplying is right for subnormals too.
     moved = builder.fmul(builder.bitcast(size, floats), _all(floats, 2.0**112))
     moved = builder.bitcast(moved, ints)
     is_special = builder.icmp_signed(">=", size, _all(ints, 0x1F << 23))  # infinity or NaN
@@ -109,7 +109,7 @@ def _encode_f16(builder, value):
     odd = builder.and_(builder.lshr(size, _all(ints, 13)), _all(ints, 1))
     rounded = builder.add(size, builder.add(odd, _all(ints, 0xFFF - (112 << 23))))
     code = builder.lshr(rounded, _all(ints, 13))
-    # Subnormal numbers count equal steps of 2 ** -24: one is the last bit of a half.
+    # Subnormal numbers are multiples of 2 ** -24, the last bit of 0.5 in float32.
     steps = _all(value, 0.5)
     count = builder.fadd(builder.bitcast(size, value.type), steps)
     count = builder.sub(builder.bitcast(count, ints), builder.bitcast(steps, ints))
@@ -147,10 +147,10 @@ def _load_e5m2(builder, pointer, lanes):
 
 
 def _load_e4m3(builder, pointer, lanes):
-    """Exponent and mantissa where a float16 has them make a number 256 times too small.
+    """Shift exponent and mantissa to a float16's place, and multiply by 256.
 
-    The biases, 7 and 15, differ by 8. It holds for subnormal numbers too: neither format gives
-    them an implicit one. The one NaN would come out as 480.
+    The biases, 7 and 15, differ by 8. This is right for subnormal numbers too. NaN, which would
+    give 480, is handled apart.
     """
     codes = _read(builder, pointer, _I8, lanes)
     is_nan = builder.icmp_unsigned("==", builder.or_(codes, _all(codes, 0x80)), _all(codes, 0xFF))
@@ -163,14 +163,14 @@ def _load_e4m3(builder, pointer, lanes):
 
 def _encode_int8(builder, value):
     value = builder.select(builder.fcmp_unordered("uno", value, value), _all(value, 0.0), value)
-    # 1.5 * 2^23 pushes the fraction out of the mantissa: what is left below is the integer.
+    # Adding 1.5 * 2^23 leaves no bits for the fraction, so it rounds; the low bits are the integer.
     shifted = builder.fadd(_clamp(builder, value, 127.0), _all(value, 12582912.0))
     bits = builder.bitcast(shifted, ir.VectorType(_I32, value.type.count))
     return builder.trunc(bits, ir.VectorType(_I8, value.type.count))
 
 
 def _clamp(builder, value, largest):
-    """``value`` within ±largest; NaN stays."""
+    """Clamp to ±largest; NaN stays NaN."""
     for sign, end in (("<", -largest), (">", largest)):
         outside = builder.fcmp_ordered(sign, value, _all(value, end))
         value = builder.select(outside, _all(value, end), value)
@@ -196,7 +196,7 @@ def _encode_float8(builder, value, mantissa, bias, largest):
     half = (1 << (dropped - 1)) - 1
     rounded = builder.add(bits, builder.add(odd, _all(ints, half - ((127 - bias) << 23))))
     code = builder.lshr(rounded, _all(ints, dropped))
-    # Subnormal codes count equal steps: one step is the last bit of this number.
+    # Subnormal values are multiples of one step, the last bit of this number in float32.
     steps = _all(value, 2.0 ** (1 - bias + dropped))
     size = builder.bitcast(bits, value.type)
     count = builder.sub(
@@ -247,14 +247,14 @@ def _call(builder, name, result, *operands):
 
 
 def _bf16_table(dtype):
-    """The bfloat16 of the 128 codes without a sign: their lower bytes, their upper bytes."""
+    """The bfloat16 bits of the 128 positive 8-bit values: their lower bytes, their upper bytes."""
     codes = torch.arange(128, dtype=torch.uint8, device="cpu").view(dtype)
     numbers = codes.to(torch.bfloat16).view(torch.uint8).view(-1, 2)
     return numbers[:, 0].tolist(), numbers[:, 1].tolist()
 
 
 def _look_up(builder, pointer, table):
-    """Each code's two bytes from tables of 128, each held by two registers; it keeps its sign."""
+    """Look up each value's two bytes in tables of 128 bytes, two registers each; keep the sign."""
     codes = _read(builder, pointer, _I8, 32)
     twice = ir.Constant(ir.VectorType(_I32, 64), [*range(32), *range(32)])
     codes = builder.shuffle_vector(codes, codes, twice)

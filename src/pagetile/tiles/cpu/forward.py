@@ -1,11 +1,11 @@
-"""Attention on a CPU: an online softmax over key tiles, on Numba vectors and threads.
+"""Attention forward on a CPU: an online softmax over key tiles, with Numba vectors and threads.
 
 ::
 
     out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
 
-A *work item* is some new tokens of one sequence, some of its KV heads and some of its keys. The
-rows of a KV head, tokens × group, share every key that is loaded::
+A work item is a chunk of one sequence's new tokens, some of its KV heads and a range of its keys.
+The rows of a KV head, tokens × group, share every key that is loaded::
 
     keys   0        64       128  ...  512      576
            ┌────────┬────────┬─  ... ──╥────────┬─ ...
@@ -14,20 +14,20 @@ rows of a KV head, tokens × group, share every key that is loaded::
            └──── one split: m, l, acc ─┘└─ next split ──
 
 A sequence's keys are always split at multiples of ``split_size``, partial states are always
-merged from left to right, and tiles start at multiples of ``TILE_N``. So a row gets the same
-bits for any number of threads and whatever else is in the batch.
+merged from left to right, and tiles start at multiples of ``TILE_N``. So a row's bits do not depend
+on the number of threads or on the rest of the batch.
 
-Few rows (decode) read keys and values straight from the pages, converting in registers, where
-heads fill whole vectors. Many rows (prefill) first gather a tile into contiguous scratch memory,
-converted once for all of them. Both add in one order, so over pages a row's bits do not depend on
-how many tokens are new, either.
+With few rows (decode) keys and values are read directly from the pages and converted in registers,
+if heads fill whole vectors. With many rows (prefill) a tile is first gathered into contiguous
+scratch memory and converted once. Both sum in the same order, so in ``paged_attention`` a row's
+bits do not depend on the number of new tokens either.
 
-``attention`` may transpose keys: for a sequence of more than ``FEW_ROWS`` rows, a tile is gathered
-as float32 columns for ``score_turned``, which is faster and adds in another order. So there a row's
+``attention`` may transpose keys: for a sequence of more than ``FEW_ROWS`` rows a tile is gathered
+as float32 columns for ``score_transposed``, which is faster and sums in another order, so a row's
 bits depend on the number of rows. bfloat16 that is multiplied without conversion is not transposed.
 
-Only slots of visible keys are read. ``forward_tile`` says where the scales of an 8-bit cache go.
-Contiguous keys are pages, too: one block per sequence, of any length.
+Only slots of visible keys are read. The scales of an 8-bit cache are applied in ``forward_tile``.
+Contiguous keys are treated as one block per sequence, of any length.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ForwardCall = namedtuple(
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
     " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
     " v_scale_block v_scale_slot v_scale_head"
-    " softmax_scale soft_cap causal window turned tile"
+    " softmax_scale soft_cap causal window transposed tile"
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 ForwardScratch = namedtuple(
@@ -75,8 +75,8 @@ def _make_items(
 ):
     """Divide a batch into rows of ``ForwardItem`` fields; count the rows of partial states.
 
-    An item with some of a row's keys stores the states of its splits, one after another, from row
-    ``part`` on; for others ``part`` is -1.
+    An item with only a range of its rows' keys stores the states of its splits from row ``part``
+    on; for others ``part`` is -1.
     """
     count = num_parts = 0
     for filling in (False, True):  # count first, then fill
@@ -112,7 +112,7 @@ def _make_items(
 
 @inner()
 def _pad_rows(rows):
-    """One row has its own micro-kernels; the others take four at a time."""
+    """Pad to a multiple of four rows; a single row has its own micro-kernels."""
     return 1 if rows == 1 else (rows + 3) // 4 * 4
 
 
@@ -166,7 +166,7 @@ def _take_items(call, items, counter, parts, scratch):
 
 @folded()
 def _attend_item(call, scratch, item, parts):
-    """Compute the state of an item's rows over its keys; or in ``parts`` that of each split."""
+    """Compute the state of an item's rows over its keys; store those of splits in ``parts``."""
     rows = _pad_rows(item.num_tokens * call.group)
     all_rows = item.num_heads * rows
     if item.part >= 0:
@@ -319,7 +319,7 @@ def make_call(
     k_scale=None,
     v_scale=None,
     per_token=False,
-    turned=False,
+    transposed=False,
     block_mask=None,
 ):
     """Return the arguments of the kernels.
@@ -341,13 +341,13 @@ def make_call(
         k_scale: float32 ``[num_blocks, block_size, num_kv_heads]`` with any strides, or None.
         v_scale: Like ``k_scale``.
         per_token: Whether the scales differ within a head.
-        turned: Whether tiles of float32 keys may be transposed, which is faster for many rows, but
-            gives other bits than a single row gets.
+        transposed: Whether tiles of float32 keys may be transposed, which is faster for many rows,
+            but gives other bits than a single row gets.
         block_mask: A ``BlockMask`` as for ``attention``, or None.
     """
     none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
-    # 8-bit values are exact in bfloat16, too.
+    # bfloat16 holds 8-bit values exactly.
     is_bf16 = k_cache.dtype == torch.bfloat16 or k_scale is not None
     pairs = plan.bf16_dot and q.dtype == torch.bfloat16 and is_bf16
     lanes, sizes = (32 if pairs else 16), (q.shape[-1], v_cache.shape[-1])
@@ -363,7 +363,7 @@ def make_call(
         *q.stride()[:2], *k_strides, *v_strides, *out.stride()[:2], block_tables.stride(0),
         k_scales, v_scales, per_token, *k_scale_strides, *v_scale_strides,
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
-        bool(options.causal), int(options.sliding_window or 0), turned and not pairs,
+        bool(options.causal), int(options.sliding_window or 0), transposed and not pairs,
         np.empty(0, np.uint16 if pairs else np.float32), *mask_fields(block_mask),
     )  # fmt: skip
 

@@ -5,8 +5,8 @@
     s[n] = q · keys[n] * scale * k_scale[n]     p[n] = 2 ** (s[n] - m)     l += Σ p[n]
     acc += Σ (p[n] * v_scale[n]) * values[n]
 
-The scales of an 8-bit cache multiply scores and weights. A scale for a whole head is instead part
-of ``scale``, and of the division by the softmax's sum at the end.
+Per-token scales of an 8-bit cache multiply scores and weights. Per-head scales are instead part of
+``scale``, and of the division by the softmax's sum at the end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,30 @@ from .block_mask import hidden_end, repeat_visible
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .microkernels import mix_tile, score_tile
-from .online_softmax import TILE_N, cap_row, mask_row, multiply_row, scale_row, tilt_row, weigh_row
+from .online_softmax import (
+    TILE_N,
+    add_alibi,
+    cap_row,
+    mask_row,
+    multiply_row,
+    scale_row,
+    update_softmax_row,
+)
 from .plan import HEADS_BY_KEY
-from .products import score_turned
+from .products import score_transposed
 from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
 
 FEW_ROWS = 16
-"""Up to this many rows of an item, keys and values are converted for every four rows; for more they
-are gathered once. For a sequence with more rows, keys may be transposed, which affects its bits."""
+"""Up to this many rows of an item, keys and values are converted for every four rows; with more,
+only once. For a sequence with more rows, keys may be transposed, which changes its bits."""
 
 
 @inner()
 def find_rows(call, scratch, side, item, tile, low, high):
-    """Offsets of a tile's keys, values and their scales at the item's first head.
+    """Compute the offsets of a tile's keys, values and scales at the item's first head.
 
-    Keys before ``low`` or from ``high`` on may lie in blocks that hold anything: their places
-    repeat the nearest visible key, and the mask takes them out.
+    Keys before ``low`` or from ``high`` on may be in undefined blocks: their offsets repeat the
+    nearest visible key's, and they are masked.
     """
     first, last = max(tile, low), min(tile + TILE_N, high)
     index, slot = first // call.block_size, first % call.block_size
@@ -75,7 +83,7 @@ def attend_tile(call, scratch, side, item, rows, tile, num_keys):
 
 @inner()
 def _attend_by_key(call, scratch, side, item, tile, num_keys):
-    """Heads of one row each: the scores of all, their softmaxes, the values of all."""
+    """Heads of one row each: scores of all heads, their softmaxes, then values of all heads."""
     score_heads(
         scratch.scores, scratch.lanes, scratch.q, item.num_heads, call.k_cache, call.k_head,
         scratch.k_rows[side], scratch.k_rows[1 - side], TILE_N, call.width,
@@ -92,7 +100,7 @@ def _attend_by_key(call, scratch, side, item, tile, num_keys):
 
 @inner()
 def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
-    """One head's rows, which share what is read of it."""
+    """One head's rows, which share each key and value that is read."""
     at = head * rows
     width, v_width = call.width, call.v_width
     k_base, v_base = head * call.k_head, head * call.v_head
@@ -100,10 +108,12 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     k_ahead, v_ahead = scratch.k_rows[1 - side], scratch.v_rows[1 - side]
     tile_rows = scratch.tile_rows
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
-    # By the sequence, not by the item: which of its rows travel together is to show in no bits.
-    if call.turned and query_len * call.group > FEW_ROWS:
-        _gather_turned(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
-        score_turned(scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width)
+    # By the sequence's rows, not the item's, so that bits do not depend on the division into items.
+    if call.transposed and query_len * call.group > FEW_ROWS:
+        _gather_transposed(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
+        score_transposed(
+            scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width
+        )
     elif rows > FEW_ROWS or call.head_size != width:
         _gather(
             scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
@@ -154,12 +164,12 @@ def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
             store(tile, n * width + d, load(cache, source + d))
         if whole < size:
             store(tile, n * width + whole, load_half(cache, source + whole))
-    if num_keys < TILE_N:  # keys may be taken in pairs; the weight of this one is 0
+    if num_keys < TILE_N:  # keys may be multiplied in pairs; the weight of this one is 0
         tile[num_keys * width : (num_keys + 1) * width] = 0
 
 
 @inner()
-def _gather_turned(tile, cache, base, rows, num_keys, size):
+def _gather_transposed(tile, cache, base, rows, num_keys, size):
     """Copy a tile's rows as float32 columns, sixteen keys at a time, and zeros below them."""
     for n in range(0, num_keys, 16):
         for d in range(0, size, 16):
@@ -187,13 +197,13 @@ def _gather_turned(tile, cache, base, rows, num_keys, size):
 
 @inner()
 def _sixteen(x, at, left):
-    """Sixteen numbers, or the last eight."""
+    """Load sixteen elements, or the last eight."""
     return load(x, at) if left >= 16 else load_half(x, at)
 
 
 @inner()
 def _fetch_scales(call, scratch, side, kv_head):
-    """The scales of a tile's keys and values in one KV head."""
+    """Load the scales of a tile's keys and values in one KV head."""
     for n in range(TILE_N):
         row = scratch.k_scale_rows[side, n] + kv_head * call.k_scale_head
         scratch.k_scales[n] = call.k_scale[row]
@@ -221,36 +231,36 @@ def _softmax_tile(call, scratch, item, head, rows, tile, place):
             highest = cap_row(s, at, np.float32(call.soft_cap * LOG2_E))
         if len(call.alibi_slopes) > 0 and r < item.num_tokens * call.group:
             slope = np.float32(call.alibi_slopes[first_head + r % call.group] * LOG2_E)
-            highest = tilt_row(s, at, slope, tile - (first_position + r // call.group))
+            highest = add_alibi(s, at, slope, tile - (first_position + r // call.group))
         first, end = scratch.first_key[r] - tile, scratch.end_key[r] - tile
         if first > 0 or end < TILE_N:
             highest = mask_row(s, at, np.float32(first), np.float32(end))
         if call.block_q > 0 and first < TILE_N and end > 0:
-            highest = _hide_blocks(
+            highest = _mask_blocks(
                 call, s, at, item.seq, first_head + r % call.group,
                 item.first_token + r // call.group, tile, tile + max(first, 0),
                 tile + min(end, TILE_N), highest,
             )  # fmt: skip
         row = head * rows + r
         if call.per_token:
-            decay = weigh_row(scratch.state, row, s, s, at, highest)
+            decay = update_softmax_row(scratch.state, row, s, s, at, highest)
             multiply_row(scratch.weights, at, s, scratch.v_scales)
         else:
-            decay = weigh_row(scratch.state, row, s, scratch.weights, at, highest)
+            decay = update_softmax_row(scratch.state, row, s, scratch.weights, at, highest)
         scratch.decay[place + r] = decay
 
 
 @inner()
-def _hide_blocks(call, s, at, seq, head, row, tile, key, end, highest):
-    """Take the keys that the block mask hides out of a row's softmax; the row's greatest lanes."""
-    is_hiding = False
+def _mask_blocks(call, s, at, seq, head, row, tile, key, end, highest):
+    """Mask a row's keys by the block mask; return the row's maxima by lane."""
+    is_any_masked = False
     while key < end:
         hidden = hidden_end(call, seq, head, row, key, end)
         for n in range(key, hidden):
             s[at + n - tile] = -np.inf
-            is_hiding = True
+            is_any_masked = True
         key = hidden if hidden > key else (key // call.block_k + 1) * call.block_k
-    if not is_hiding:
+    if not is_any_masked:
         return highest
     highest = load(s, at)
     for n in range(at + 16, at + TILE_N, 16):

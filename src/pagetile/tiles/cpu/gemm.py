@@ -4,8 +4,8 @@
 
     c[r, n]  =  Σ_k a[r, k] · b[k, n]        or, with ``adds``,  +=
 
-``b`` and ``c`` have contiguous rows; ``a`` is read number by number, so it may lie transposed.
-The sums of a block of ``c`` stay in registers while ``k`` runs (``blocks``).
+``b`` and ``c`` have contiguous rows; ``a`` is read element by element, so it may be transposed.
+The sums of a block of ``c`` stay in registers over the loop (``blocks``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from .simd import load, load_half, store, store_transposed
 
 @inner()
 def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, steps, adds, b_at=0):
-    """Rows by fours, columns by sixteens; ``a[r, k]`` is at ``a_at + r * a_row + k * a_step``."""
+    """Multiply; ``a[r, k]`` is at ``a_at + r * a_row + k * a_step``.
+
+    ``rows`` is a multiple of 4 and ``columns`` of 16.
+    """
     wide = columns - columns % WIDE
     for column in range(0, wide, WIDE):
         r = 0
@@ -28,7 +31,7 @@ def multiply(c, at, c_row, a, a_at, a_row, a_step, b, b_step, rows, columns, ste
                 b, b_at + column, b_step, steps, adds, count, ROWS, WIDE,
             )  # fmt: skip
             r += count
-    if WIDE == 16:  # so LLVM need not find out that nothing is left
+    if WIDE == 16:  # nothing is left; this saves compile time
         return
     pairs = columns - columns % 32
     for column in range(wide, pairs, 32):
@@ -77,9 +80,9 @@ def _transpose_16x16(into, to, into_row, x, at, row):
 
 @inner()
 def load_rows(tile, width, source, at, step, rows, size, all_rows):
-    """Copy ``rows`` rows, ``step`` apart, into contiguous float32: zeros beside and below them.
+    """Copy ``rows`` rows, ``step`` apart, to float32 ``[all_rows, width]``, padded with zeros.
 
-    ``size`` is a multiple of 8, ``width`` the next one of 16.
+    ``size`` is a multiple of 8, and ``width`` the next multiple of 16.
     """
     whole = size // 16 * 16
     for r in range(rows):

@@ -1,11 +1,11 @@
 """The two products of attention for one row of queries in each of many KV heads.
 
-That is a decode step of a model without grouped heads: every key and value is read for one row, so
-memory is the bound. The outer loop is over keys and the inner one over heads, which are adjacent in
-memory, so memory is read in order, with a prefetch of a few keys. Sums are added in the order of
-``score_tile`` and ``mix_tile``, so that a row gets the same bits::
+This is a decode step of a model without grouped heads: every key and value is read for one row, so
+it is bound by memory. The outer loop is over keys and the inner one over heads, so memory is read
+in order, with a prefetch of a few keys. Sums are in the order of ``score_tile`` and ``mix_tile``,
+so that a row gets the same bits::
 
-    key n      head 0 · head 1 · head 2 · …  ─┐ as they lie in a page
+    key n      head 0 · head 1 · head 2 · …  ─┐ in the order of a page
     key n + 1  head 0 · head 1 · head 2 · …  ─┘
 """
 
@@ -43,7 +43,7 @@ def score_heads(scores, lanes, q, num_heads, k, k_head, rows, ahead, tile_n, wid
 
 @inner()
 def _score_16(q, at, k, row, later, k_head, width):
-    """Lane ``i``: head ``i``'s query times its key."""
+    """Lane ``i`` is head ``i``'s score."""
     return sum_each(
         (
             _dot_row_of(0, q, at, k, row, later, k_head, width),
@@ -96,7 +96,7 @@ def mix_heads(acc, decay, num_heads, p, tile_n, v, v_head, rows, ahead, num_keys
 
 @inner()
 def _dot_row(q, at, k, row, later, width):
-    """The lanes whose sum is ``q · k[row]``; asks for the line at ``later``."""
+    """The lanes whose sum is ``q · k[row]``; prefetches ``k[later]``."""
     s = zeros()
     for d in range(0, width, size_of(q)):
         prefetch(k, later + d)
@@ -108,7 +108,7 @@ def _dot_row(q, at, k, row, later, width):
 
 
 def mix_4_keys(acc, at, p, p_at, v, rows, n, later, m, column, width):
-    """``acc += p[n] * v[rows[n]] + …`` for four keys; asks for the lines of four later ones."""
+    """``acc += p[n] * v[rows[n]] + …`` for four keys; prefetches four later ones."""
     raise NotImplementedError
 
 

@@ -1,10 +1,9 @@
-"""Compiles helpers of kernels only as part of the kernels, to halve the time of compiling.
+"""Compile helpers of kernels only as part of the kernels, which halves compile time.
 
-Numba optimises every function together with its callees, and generates machine code for it, at
-every level of calls up to the entry: a helper five levels down is optimised six times, five of them
-for code that never runs. Here a helper is kept as unoptimised LLVM code and linked into its
-callers; LLVM optimises all of it once, when the entry is compiled. A kernel of attention takes 17
-seconds of a core instead of 35 (AVX2).
+Numba optimises every function with its callees and generates machine code at every level of calls:
+a helper five levels down is optimised six times, five of them for code that never runs. Here a
+helper is kept as unoptimised LLVM code and linked into its callers; LLVM optimises all of it once,
+when the entry is compiled. An attention kernel takes 17 seconds of a core instead of 35 (AVX2).
 
 This overrides three private methods of Numba. If a version of Numba lacks one of them, ``LINKED``
 is empty, and helpers are compiled as usual.
@@ -25,7 +24,7 @@ class LinkedLibrary(JITCodeLibrary):
 
     @property
     def codegen(self):
-        """The target's code generator, for a function of which there is no machine code."""
+        """The target's code generator, for a function without machine code."""
         return _WithoutEnvironment(self._codegen)
 
     def _optimize_functions(self, ll_module):
@@ -40,7 +39,7 @@ class LinkedLibrary(JITCodeLibrary):
 
 
 class _WithoutEnvironment:
-    """A code generator that sets no environment: that is an address in machine code."""
+    """A code generator that sets no environment, which would need an address in machine code."""
 
     def __init__(self, codegen):
         self._codegen = codegen
@@ -49,7 +48,7 @@ class _WithoutEnvironment:
         return getattr(self._codegen, name)
 
     def set_env(self, env_name, env):
-        """Leave out what only calls from Python and exceptions with arguments read."""
+        """Do nothing: only calls from Python and exceptions with arguments read it."""
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -62,7 +61,7 @@ class _LinkedLowering(NativeLowering):
 
 
 class _LinkedCompiler(CompilerBase):
-    """Numba's pipeline, with a library of the other kind."""
+    """Numba's pipeline, with ``LinkedLibrary``."""
 
     def define_pipelines(self):
         pipeline = PassManager("pagetile_linked")

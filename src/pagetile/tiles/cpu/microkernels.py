@@ -1,25 +1,25 @@
 """The inner loops of attention on a CPU, each holding its result in registers.
 
-Scores and mixes have two variants: four rows of queries at a time, and one row for the decode step
-of a model without grouped heads. Both add in the same order, so a row's result does not depend on
-the number of rows. (Transposed keys use ``products.score_turned``, which adds in another order.)
+``score`` is Q Kᵀ and ``mix`` is P V. Both have two variants: four rows of queries at a time, and
+one row for the decode step of a model without grouped heads. They sum in the same order, so a row's
+result does not depend on the number of rows; ``products.score_transposed`` sums in another.
 
 ============  ==================================  ==========================================
 name          computes                            in registers
 ============  ==================================  ==========================================
-scores_4x4    4 queries · 4 keys                  16 vectors, one a pair, summed at the end
+scores_4x4    4 queries · 4 keys                  16 vectors, one per pair, summed at the end
 scores_1x16   1 query · 16 keys                   the same
 mix           4 (or 1) rows of p · values         64 columns of 4 rows, or of 1
 …x16, …x32    the same for fewer columns          what is left of a head size
 ============  ==================================  ==========================================
 
-The type of the left side, queries or weights, selects the instruction (``simd_pairs``). With
+The type of the left operand, queries or weights, selects the instruction (``simd_pairs``). With
 float32, keys and values are converted as they are loaded. With bfloat16, one instruction
 (AVX512-BF16) computes two products, of neighbouring columns in scores and of neighbouring keys in
 mixes: half the multiplications and no conversion, so a decode step is bound by memory. Weights are
-then rounded to bfloat16, as on matrix units; the softmax's sum is not.
+then rounded to bfloat16, as for tensor cores; the softmax's sum is not.
 
-A key or value is found at ``base + rows[n]``: a page's slots and a contiguous tile look the same.
+Key or value ``n`` is at ``base + rows[n]``, for slots of pages as for a contiguous tile.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def _mix_4x64(acc, at, stride, decay, r, p, p_at, p_stride, v, rows, ahead, colu
     store_64(acc, at3, a30, a31, a32, a33)
 
 
-# --- the columns of one row that are left: sixteen of float32, or thirty-two of pairs ------------
+# --- the remaining columns of one row: sixteen of float32, or thirty-two of pairs ----------------
 
 
 def _mix_1_narrow(acc, at, decay, p, p_at, v, rows, ahead, column, num_keys):

@@ -1,6 +1,6 @@
-"""Softmax one tile of keys at a time: the state of a row, and what a tile does to it.
+"""Online softmax: the state of a row, and its update by a tile of keys.
 
-A state ``(m, l, acc)`` stands for attention over the keys seen so far, in powers of two::
+A state ``(m, l, acc)`` is attention over the keys seen so far, with exponentials in base 2::
 
     m = max s        l = Σ 2 ** (s - m)        acc = Σ 2 ** (s - m) v        out = acc / l
 
@@ -41,20 +41,20 @@ State = namedtuple("State", "acc m l")
 
 @allocating()
 def make_state(rows, width):
-    """Memory for the states of some rows, ``width`` columns each."""
+    """Allocate the states of ``rows`` rows, ``width`` columns each."""
     return State(
         np.empty(rows * width, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
     )
 
 
 @inner()
-def weigh_row(state, row, s, weights, at, highest):
-    """Turn a row of scores into weights and take them into ``m`` and ``l``.
+def update_softmax_row(state, row, s, weights, at, highest):
+    """Turn a row of scores into weights, and update ``m`` and ``l``.
 
-    Returns the factor by which ``acc`` has to shrink before the tile's values are added.
+    Returns the factor that ``acc`` must be multiplied by before the tile's values are added.
     """
     m = max(state.m[row], max_lanes(highest))
-    pivot = m if m > -np.inf else np.float32(0)  # no key yet: -inf - -inf is not a number
+    pivot = m if m > -np.inf else np.float32(0)  # without keys -inf - -inf would be NaN
     decay = exp2_scalar(state.m[row] - pivot)
     shift = splat(pivot)
     sums = zeros()
@@ -69,11 +69,11 @@ def weigh_row(state, row, s, weights, at, highest):
 
 @inner()
 def exp2_scalar(x):
-    """``2 ** x`` for one number, as ``simd.exp2``."""
+    """``2 ** x`` of a scalar, with the bits of ``simd.exp2``."""
     return first_lane(exp2(splat(np.float32(x))))
 
 
-# The rows of a tile of scores: each of these rewrites one; most return its greatest lanes.
+# The following rewrite a row of a tile of scores in place; most return its maxima by lane.
 
 
 @inner()
@@ -89,7 +89,7 @@ def scale_row(s, at, scale):
 
 @inner()
 def multiply_row(into, at, s, factors):
-    """``into[at + n] = s[at + n] * factors[n]``: every key has a factor of its own."""
+    """``into[at + n] = s[at + n] * factors[n]``, with a factor for every key."""
     for n in range(0, TILE_N, 16):
         store(into, at + n, mul(load(s, at + n), load(factors, n)))
 
@@ -106,20 +106,20 @@ def cap_row(s, at, cap):
 
 
 @inner()
-def tilt_row(s, at, slope, distance):
+def add_alibi(s, at, slope, distance):
     """Add slope × (key position - query position), which is ``distance`` at the first key."""
     highest = splat(np.float32(-np.inf))
     for n in range(0, TILE_N, 16):
         steps = add(lane_numbers(), splat(np.float32(distance + n)))
-        tilted = fma(splat(slope), steps, load(s, at + n))
-        store(s, at + n, tilted)
-        highest = maximum(tilted, highest)
+        biased = fma(splat(slope), steps, load(s, at + n))
+        store(s, at + n, biased)
+        highest = maximum(biased, highest)
     return highest
 
 
 @inner()
 def mask_row(s, at, first, end):
-    """Take the keys before ``first`` and from ``end`` on out of the softmax."""
+    """Mask the keys before ``first`` and from ``end`` on."""
     nothing = splat(np.float32(-np.inf))
     highest = nothing
     for n in range(0, TILE_N, 16):
@@ -133,7 +133,7 @@ def mask_row(s, at, first, end):
 
 @inner()
 def start_state(state, at, rows, width):
-    """The state of no keys at all."""
+    """Set states to those of no keys."""
     state.m[at : at + rows] = -np.inf
     state.l[at : at + rows] = 0
     state.acc[at * width : (at + rows) * width] = 0
@@ -141,10 +141,10 @@ def start_state(state, at, rows, width):
 
 @inner()
 def merge_states(into, at, other, other_at, rows, width):
-    """Fold one set of keys' state into another's."""
+    """Merge the states of ``other`` into those of ``into``."""
     for r in range(rows):
         a, b = at + r, other_at + r
-        if other.l[b] == 0:  # no key; a NaN among the scores makes it NaN
+        if other.l[b] == 0:  # no keys; with a NaN among the scores it would be NaN
             continue
         m = max(into.m[a], other.m[b])
         scale, other_scale = exp2_scalar(into.m[a] - m), exp2_scalar(other.m[b] - m)

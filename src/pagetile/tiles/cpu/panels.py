@@ -1,4 +1,4 @@
-"""Products with a matrix whose rows are packed into panels once: ``c = scale · a bᵀ``.
+"""Matrix products with packed panels: ``c = scale · a bᵀ``.
 
 ::
 
@@ -9,12 +9,12 @@
     │ b[15, :]         │     │ ...              │       │ 5 × 2 │ 5 × 2 │
     └──────────────────┘     └──────────────────┘       └───────┴───────┴──
 
-A register has 16 lanes with AVX-512, else 8 (two registers of NEON). Ten or twelve sums hide the
+A vector has 16 lanes with AVX-512, else 8 (two registers of NEON). Ten or twelve sums hide the
 latency of multiply-adds, and leave AVX2 four of its sixteen registers for the operands.
 
-Where ``b`` has no multiple of 16 rows, its last panel overlaps the one before, and so do results:
-no lane is masked, and nothing is written outside. A result is summed in the order of the columns,
-whatever block it belongs to.
+If the rows of ``b`` are not a multiple of 16, its last panel overlaps the one before, and so do
+results: no masks are needed. A result is summed in the order of the columns, whatever block it
+belongs to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _F32, _I32 = ir.FloatType(), ir.IntType(32)
 
 @inner()
 def pack_panels(panels, b, at, b_row, rows, steps):
-    """Pack ``rows`` rows of ``steps`` numbers: at least 16 rows, and a multiple of 8 numbers.
+    """Pack ``rows`` rows, at least 16, of ``steps`` elements, a multiple of 8.
 
     Row 0 of panel ``p`` is ``panels[16 * steps * p : ... + 16]``.
     """
@@ -47,15 +47,15 @@ def pack_panels(panels, b, at, b_row, rows, steps):
         first = at + min(n, rows - PANEL) * b_row
         for d in range(0, steps, _SIDE):
             to = n * steps + d * PANEL
-            _turn_square(panels, to, b, first + d, b_row)
-            _turn_square(panels, to + _SIDE, b, first + d + _SIDE * b_row, b_row)
+            _transpose_square(panels, to, b, first + d, b_row)
+            _transpose_square(panels, to + _SIDE, b, first + d + _SIDE * b_row, b_row)
 
 
 @inner()
 def multiply_panels(c, at, c_row, a, a_at, a_row, panels, rows, columns, steps, scale):
-    """Multiply ``rows`` float32 rows of ``a`` with ``columns`` packed rows of ``b``, 16 at least.
+    """Multiply ``rows`` float32 rows of ``a`` with ``columns`` packed rows of ``b``, at least 16.
 
-    Results are stored in their order, and rounded to the type of ``c``.
+    Results are rounded to the type of ``c``.
     """
     vectors = (columns + LANES - 1) // LANES
     while rows > 0:
@@ -89,7 +89,7 @@ def _find_vector(v, vectors, columns, steps):
 def _multiply_block(
     typingctx, c, c0, c1, c_row, a, at, a_row, b, b0, b1, steps, scale, rows, vectors
 ):
-    """Up to six rows of one or two vectors, at ``c0`` and ``c1``."""
+    """Compute up to six rows of one or two vectors, at ``c0`` and ``c1``."""
 
     def codegen(context, builder, sig, args):
         _, c0, c1, c_row, _, at, a_row, _, b0, b1, steps, scale, rows, vectors = args
@@ -129,8 +129,8 @@ def _multiply_block(
 
 
 @intrinsic
-def _turn_square(typingctx, into, to, x, at, row):
-    """``into[to + PANEL * i + j] = x[at + row * j + i]`` for eight by eight numbers."""
+def _transpose_square(typingctx, into, to, x, at, row):
+    """``into[to + PANEL * i + j] = x[at + row * j + i]`` for eight by eight elements."""
 
     def codegen(context, builder, sig, args):
         into, to, x, at, row = args

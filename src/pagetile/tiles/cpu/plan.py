@@ -14,7 +14,7 @@ SPLIT_SIZE = 512
 """Keys of one split. Every sequence is split at its multiples, whatever the batch, so it affects
 the result's bits; merging costs about 1 / SPLIT_SIZE of the work."""
 
-_SMALL = 1 << 19  # multiply-adds that take as long as waking another thread
+_SMALL = 1 << 19  # multiply-adds: fewer take one thread no longer than waking a second
 
 
 _TILE_BYTES = 8192
@@ -23,7 +23,7 @@ which is prefetched, then just fill a 1 MiB L2 cache."""
 
 
 HEADS_BY_KEY = 16
-"""With a multiple of this many heads of one row each, all heads of a key are computed at once."""
+"""With a multiple of this many KV heads of one row each, all heads are computed key by key."""
 
 
 class Shape(Protocol):
@@ -119,7 +119,7 @@ def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
     decode_heads = min(problem.num_kv_heads, max(1, _TILE_BYTES // _bytes_per_key(problem)))
     has_one_row = problem.group == 1 and problem.num_tokens <= problem.num_seqs
     if has_one_row and problem.num_kv_heads % HEADS_BY_KEY == 0:
-        decode_heads = problem.num_kv_heads  # no tile has to stay in a cache then
+        decode_heads = problem.num_kv_heads  # then no tile has to stay in cache
     while items * -(-problem.num_kv_heads // decode_heads) < wanted and decode_heads > 1:
         decode_heads = -(-decode_heads // 2)
     return Plan(

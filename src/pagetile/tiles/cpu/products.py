@@ -1,8 +1,4 @@
-"""The two products of attention over one tile of keys, by the element type of the left side.
-
-float32 weights and queries are multiplied in float32, whatever the type of the cache. bfloat16 on
-both sides is multiplied without conversion on machines with AVX512-BF16.
-"""
+"""Scores with transposed keys, by the element type of the queries."""
 
 from __future__ import annotations
 
@@ -13,12 +9,12 @@ from .simd import fma, load, splat, store, zeros
 from .simd_pairs import are_pairs
 
 
-def score_turned(scores, q, q_at, num_rows, keys, num_keys, width):
-    """``scores[r, n] = Σ_d q[r, d] · keys[d, n]``, keys by columns; compiled code only."""
+def score_transposed(scores, q, q_at, num_rows, keys, num_keys, width):
+    """``scores[r, n] = Σ_d q[r, d] · keys[d, n]``; for compiled code only."""
     raise NotImplementedError
 
 
-@inner_by_types(score_turned)
+@inner_by_types(score_transposed)
 def _(scores, q, q_at, num_rows, keys, num_keys, width):
     def of_float32(scores, q, q_at, num_rows, keys, num_keys, width):
         columns = (num_keys + 15) // 16 * 16
@@ -34,6 +30,6 @@ def _(scores, q, q_at, num_rows, keys, num_keys, width):
         )
 
     def of_pairs(scores, q, q_at, num_rows, keys, num_keys, width):
-        pass  # these are summed over lanes
+        pass  # never called: bfloat16 pairs are not transposed
 
     return of_pairs if are_pairs(q) else of_float32

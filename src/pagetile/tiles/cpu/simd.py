@@ -1,12 +1,11 @@
 """Sixteen float32 lanes as a Numba value.
 
-LLVM does not keep a register tile in registers when it has to find it in loops over arrays, so
-the micro-kernels name their vectors. ``<16 x float>`` is one AVX-512 register; on narrower
-machines LLVM splits it into two AVX2 or four NEON registers, with the same results but for
-fused multiply-adds.
+LLVM does not keep array elements in registers over loops, so the micro-kernels use these vectors as
+variables. ``<16 x float>`` is one AVX-512 register; on narrower machines LLVM splits it into two
+AVX2 or four NEON registers, with the same results except for fused multiply-adds.
 
-Arrays are one-dimensional and contiguous. Their element type says how lanes travel through memory:
-see ``formats``.
+Arrays are one-dimensional and contiguous. ``formats`` converts lanes from and to their element
+type.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def splat(typingctx, x):
 
 @intrinsic
 def lane_numbers(typingctx):
-    """0, 1, … 15."""
+    """The lanes 0, 1, … 15."""
     lanes = ir.Constant(VECTOR, [float(i) for i in range(LANES)])
     return f32x16(), lambda context, builder, sig, args: lanes
 
@@ -116,7 +115,7 @@ def load_half(typingctx, array, index):
 
 @intrinsic
 def load_one(typingctx, array, index):
-    """``array[index]``, converted to float32; ``index`` does not count from the end."""
+    """``array[index]``, converted to float32; ``index`` must not be negative."""
 
     def codegen(context, builder, sig, args):
         pointer = pointer_to(context, builder, sig.args[0], args[0], args[1])
@@ -270,17 +269,17 @@ def where_less(typingctx, a, b, yes, no):
 def exp2(typingctx, x):
     """``2 ** x`` to about 1 unit in the last place; 0 from -127 down, -inf included.
 
-    ``x = n + f`` with n an integer and f in [-1/2, 1/2]: a polynomial in f, 1 at 0, gives
-    ``2 ** f`` (its greatest relative error is the least that degree 6 can have, 2e-9), times a
-    number whose exponent is n. Between -127 and -126 the result is a subnormal number or 0.
+    ``x = n + f`` with n an integer and f in [-1/2, 1/2]: ``2 ** f`` is a minimax polynomial of
+    degree 6 that is 1 at 0 (relative error 2e-9), multiplied by a number whose exponent is n.
+    Between -127 and -126 the result is a subnormal number or 0.
     """
 
     def codegen(context, builder, sig, args):
         (x,) = args
         low = _constant(-127.0)
         x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
-        # 1.5 * 2^23 pushes the fraction out of the mantissa: adding and subtracting rounds. What is
-        # left below is n and an exponent's bias. A product keeps NaN, which a sum of bits may not.
+        # Adding 1.5 * 2^23 leaves no bits for the fraction, so it rounds; the low bits are then n
+        # plus an exponent's bias. Multiplying keeps NaN, which an integer sum of bits may not.
         magic = _constant(12582912.0 + 127)
         shifted = builder.fadd(x, magic)
         fraction = builder.fsub(x, builder.fsub(shifted, magic))
@@ -298,7 +297,7 @@ _EXP2_TERMS = (1.0, 0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398
 
 @intrinsic
 def log2(typingctx, x):
-    """``log2(x)`` of positive normal numbers, to 1e-7 of it or of 1, whichever is more; NaN of NaN.
+    """``log2(x)`` of positive normal numbers, to 1e-7, relative or absolute; NaN of NaN.
 
     ``x = 2 ** n · m`` with m in [2/3, 4/3); with ``s = (m - 1) / (m + 1)``, ``log2(m)`` is
     ``2 / ln 2 · (s + s³/3 + s⁵/5 + …)``, which ends early since ``|s|`` is at most 1/5.
@@ -316,7 +315,7 @@ def log2(typingctx, x):
         for term in reversed(_LOG2_TERMS[:-1]):
             sums = _muladd(builder, sums, squared, _constant(term))
         found = _muladd(builder, sums, s, builder.sitofp(n, VECTOR))
-        # Bits of NaN are those of some number.
+        # The integer arithmetic above turns NaN into a number, so add NaN back.
         return builder.fadd(found, builder.fmul(args[0], _constant(0.0)))
 
     return f32x16(f32x16), codegen
@@ -327,7 +326,7 @@ _LOG2_TERMS = tuple(2 / (np.log(2.0) * odd) for odd in range(1, 13, 2))
 
 @inner(inline="always")
 def tanh(x):
-    """Hyperbolic tangent to 3e-7, relative: near 0 a difference of exponentials would not be."""
+    """Hyperbolic tangent to a relative 3e-7; near 0 by a polynomial, to avoid cancellation."""
     squared = mul(x, x)
     small = fma(squared, splat(np.float32(62 / 2835)), splat(np.float32(-17 / 315)))
     small = fma(squared, small, splat(np.float32(2 / 15)))
@@ -409,8 +408,8 @@ def sum_each(typingctx, vectors):
 def store_transposed(typingctx, array, index, step, vectors):
     """``array[index + i · step + j] = vectors[j][i]``, for a tuple of sixteen.
 
-    Four rounds, each of which exchanges halves of halves between pairs: 64 shuffles, where
-    numbers one by one take 256 loads and stores.
+    Four rounds that exchange lanes between pairs of vectors: 64 shuffles instead of 256 loads and
+    stores of single elements.
     """
 
     def codegen(context, builder, sig, args):
@@ -438,7 +437,7 @@ def store_transposed(typingctx, array, index, step, vectors):
 
 @intrinsic
 def prefetch(typingctx, array, index):
-    """Ask for the cache line of ``array[index]`` ahead of its use."""
+    """Prefetch the cache line of ``array[index]``."""
 
     def codegen(context, builder, sig, args):
         emit_prefetch(builder, pointer_to(context, builder, sig.args[0], *args))
@@ -448,20 +447,17 @@ def prefetch(typingctx, array, index):
 
 
 def emit_prefetch(builder, pointer):
-    """Ask for a cache line."""
+    """Emit a prefetch of a cache line."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
     fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    # To read, into level 2, data.
+    # Arguments: for reading, locality 2 (L2), data cache.
     builder.call(fn, [builder.bitcast(pointer, byte), _I32(0), _I32(2), _I32(1)])
 
 
 @intrinsic
 def array_at(typingctx, address, dtype):
-    """The memory from an address on, as an array that keeps nothing alive.
-
-    Its length is not known: it says as many elements as there can be.
-    """
+    """The memory from an address on, as an array that owns no reference and has no known length."""
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):
@@ -477,7 +473,7 @@ def array_at(typingctx, address, dtype):
 
 @intrinsic
 def take_number(typingctx, counter):
-    """Add one to ``counter[0]`` (int64) atomically and return what it was."""
+    """Add one to ``counter[0]`` (int64) atomically and return its previous value."""
 
     def codegen(context, builder, sig, args):
         zero = ir.Constant(ir.IntType(64), 0)

@@ -1,7 +1,7 @@
 """Thirty-two bfloat16 lanes as a Numba value: the sixteen pairs that AVX512-BF16 multiplies.
 
-Below, products by the type of their left side: an array of bfloat16 (uint16) stands for pairs, any
-other for float32.
+The functions at the end choose by the element type of a product's left operand: bfloat16 (uint16)
+is multiplied in pairs, others as float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _I32 = ir.IntType(32)
 
 
 class Bf16x32(types.Type):
-    """The Numba type of thirty-two bfloat16 lanes, seen as sixteen pairs."""
+    """The Numba type of thirty-two bfloat16 lanes, as sixteen pairs."""
 
     def __init__(self):
         super().__init__(name="Bf16x32")
@@ -47,7 +47,7 @@ def load_pairs(typingctx, array, index):
 
 @intrinsic
 def splat_pair(typingctx, array, index):
-    """The pair ``array[index : index + 2]`` (uint16) sixteen times."""
+    """Repeat the pair ``array[index : index + 2]`` (uint16) sixteen times."""
 
     def codegen(context, builder, sig, args):
         return _splat_pair(context, builder, sig.args[0], *args)
@@ -62,7 +62,7 @@ def _splat_pair(context, builder, array_type, array, index):
 
 
 def _zip(builder, a, b, first):
-    """The pairs (a[i], b[i]) for sixteen numbers i from ``first`` on."""
+    """The pairs (a[i], b[i]) for sixteen indices from ``first`` on."""
     order = [lane for i in range(first, first + LANES) for lane in (i, 2 * LANES + i)]
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 32), order))
 
@@ -102,7 +102,7 @@ def _dot_pairs(builder, a, b, acc):
     return builder.call(fn, [acc, builder.bitcast(a, BFLOATS), builder.bitcast(b, BFLOATS)])
 
 
-# --- by the type of the left side ------------------------------------------------------------
+# --- by the type of the left operand ---------------------------------------------------------
 
 
 def are_pairs(left):
@@ -119,13 +119,13 @@ def _constant_of(name, of_pairs, of_float32, doc):
     return intrinsic(op)
 
 
-size_of = _constant_of("size_of", 2 * LANES, LANES, "Numbers in one vector of the left side.")
+size_of = _constant_of("size_of", 2 * LANES, LANES, "Elements in one vector of the left operand.")
 keys_of = _constant_of("keys_of", 2, 1, "Keys whose weights are multiplied at once.")
 
 
 @intrinsic
 def load_as(typingctx, left, array, index):
-    """``array[index]`` and the numbers after it, as products with ``left`` take them."""
+    """Load elements from ``array[index]`` on as an operand for products with ``left``."""
     of_pairs = are_pairs(left)
 
     def codegen(context, builder, sig, args):
@@ -136,7 +136,7 @@ def load_as(typingctx, left, array, index):
 
 @intrinsic
 def load_values(typingctx, p, v, first, last):
-    """Thirty-two columns of a key's values, or of two keys' in pairs: two vectors."""
+    """Load thirty-two columns of a key's values, or of two keys' in pairs: two vectors."""
     of_pairs = are_pairs(p)
     vector = bf16x32 if of_pairs else f32x16
 

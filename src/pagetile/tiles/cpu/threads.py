@@ -1,10 +1,10 @@
-"""Runs a kernel on torch's OpenMP threads.
+"""Run a kernel on torch's OpenMP threads.
 
 Torch's products run on a team of OpenMP threads, which spin for milliseconds after their work is
-done. Other threads would wait for cores that only spin: attention between two linear layers took
-twice as long that way. So a kernel starts a parallel region of the same team itself; through
-Python, whose lock threads take one after the other, a call started 20 µs later. Without libgomp
-(macOS, Windows), and in a forked child, where the team is gone, Python threads run it.
+done. Threads of another pool would compete with them for cores: attention between two linear layers
+took twice as long that way. So a kernel starts a parallel region of the same team itself, in
+compiled code: through Python's interpreter lock a call started 20 µs later. Without libgomp (macOS,
+Windows), and in a forked child, which has no team, Python threads run it.
 
 ::
 
@@ -33,7 +33,7 @@ from ...process import HOME
 
 
 def run_together(kernel: Callable[..., object], num_threads: int, *arguments: Any) -> None:
-    """Call ``kernel(parallel, num_threads, *arguments)``, an entry that is one ``on_team``.
+    """Call ``kernel(parallel, num_threads, *arguments)``, whose body is one ``on_team``.
 
     The kernel's threads take work items from an atomic counter, so one may start late or never. It
     may be called from several threads at once.
@@ -52,7 +52,7 @@ def run_together(kernel: Callable[..., object], num_threads: int, *arguments: An
 def _openmp(process: int) -> int | None:
     """Return the address of ``GOMP_parallel(function, data, num_threads, flags)`` in libgomp."""
     if process != HOME:
-        return None  # in a forked child libgomp would wait forever for threads that are gone
+        return None  # in a forked child libgomp would wait for threads that do not exist
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libgomp" in line}
@@ -69,7 +69,7 @@ def _run_on_workers(function: Callable[[], object], num_threads: int) -> None:
         function()
     finally:
         for other in others:
-            # A call that has not started by now has no work left.
+            # A call that has not started yet would find no work left.
             if not other.cancel():
                 other.result()
 
@@ -90,17 +90,17 @@ _PARALLEL = ir.FunctionType(ir.VoidType(), [_REGION.as_pointer(), _BYTES, _I32, 
 
 @intrinsic
 def on_team(typingctx, parallel, num_threads, make_scratch, work, arguments):
-    """``work(*arguments, make_scratch(*arguments))`` on each thread of a team, for compiled code.
+    """Call ``work(*arguments, make_scratch(*arguments))`` on each thread of a team.
 
-    Returns when all have ended. ``parallel`` is the address of libgomp's ``GOMP_parallel``; with 0
-    there is one call, on this thread. Raises MemoryError if a call failed.
+    For compiled code. Returns when all have ended. ``parallel`` is the address of libgomp's
+    ``GOMP_parallel``, or 0 for a single call on this thread. Raises MemoryError if a call failed.
     """
     made = typingctx.resolve_function_type(make_scratch, tuple(arguments), {})
     worked = typingctx.resolve_function_type(work, (*arguments, made.return_type), {})
 
     def codegen(context, builder, sig, args):
         values = [builder.extract_value(args[4], i) for i in range(len(arguments))]
-        members = [_I32(0), *values]  # whether a call failed, and what it is given
+        members = [_I32(0), *values]  # whether a call failed, and the arguments
         shared = cgutils.alloca_once_value(
             builder, cgutils.pack_struct(builder, members), name="shared"
         )
@@ -123,7 +123,7 @@ def on_team(typingctx, parallel, num_threads, make_scratch, work, arguments):
 
 
 def _make_region(context, module, calls, shared):
-    """The function that each thread of the team calls with a pointer to what they share."""
+    """The function that each thread of the team calls with a pointer to the shared struct."""
     region = ir.Function(module, _REGION, module.get_unique_name("region"))
     region.linkage = "internal"
     builder = ir.IRBuilder(region.append_basic_block())

@@ -12,14 +12,14 @@ LEAST_KEYS = 1024
 
 MOST_MIXED_KEYS = 8 * LEAST_KEYS
 """Up to this many keys of the longest sequence of a mixed batch, which is likely a decoding one,
-keys are not divided: the kernel that divides them takes longer to start, since it has twice the
-instructions (15 µs on an H100, if they are not in its caches)."""
+keys are not split: the kernel with splits starts later, since it has twice the instructions (15 µs
+on an H100, if they are not in its caches)."""
 
 MOST_SPLITS = 32
 """Most splits of one tile."""
 
 MOST_SEQS = 2048
-"""Most sequences of a batch whose keys are split: shared memory holds a number for each."""
+"""Most sequences of a batch whose keys are split: shared memory holds an integer for each."""
 
 MOST_DRAWN_SEQS = 32
 """Most sequences of unequal lengths that are sorted by their keys: a warp has a lane for each."""
@@ -34,9 +34,9 @@ MERGE_COST = 0.75  # for values of 128
 
 _ROWS = 64  # of a warpgroup
 _USUAL_PACK = 8  # heads in a tile
-_DIVIDING_WARPGROUPS = 2  # of kernels that divide keys
-_LONG_KEYS = 10_240  # with which dividing the tiles of a last wave pays
-_WAVES_GAIN = 1.12  # at least how much longer whole waves take than an even share
+_DIVIDING_WARPGROUPS = 2  # of kernels that split keys
+_LONG_KEYS = 10_240  # fewest keys for which splitting the tiles of a last wave is worthwhile
+_WAVES_GAIN = 1.12  # least ratio of the time of whole waves to that of an even distribution
 
 
 def pack_of(group: int, max_query_len: int, tiling: Tiling) -> int:

@@ -13,7 +13,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def times(acc, factor):
-    """Accumulators times a number for each row."""
+    """Accumulators times a factor for each row."""
     products = ()
     for i in gl.static_range(len(acc)):
         each = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout), assert_trivial=True)
@@ -46,7 +46,7 @@ def finish_rows(
     lse, sinks, num_heads, first, num_tokens, head, m, l, STORES: gl.constexpr, config,
     WG: gl.constexpr,
 ):  # fmt: skip
-    """Add the sinks, and write ``lse`` if it ``STORES``; returns the factor of each row's sums."""
+    """Add the sinks, and write ``lse`` if ``STORES``; return the factor of each row's sums."""
     PACK: gl.constexpr = config.PACK
     row = gl.arange(0, ROWS, m.type.layout)
     token = WG * (ROWS // PACK) + row // PACK
@@ -63,7 +63,7 @@ def finish_rows(
 
 @gluon.jit
 def _add_sinks(m, l, sinks):
-    """The state of a softmax with one more logit for each row, and the factor of earlier sums."""
+    """Add one logit to each row's softmax; return its state and the factor of earlier sums."""
     sinks *= LOG2_E
     new_m = gl.maximum(m, sinks)
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
@@ -73,7 +73,7 @@ def _add_sinks(m, l, sinks):
 
 @gluon.jit
 def _store_by_tma(staged, result, token, head, config, WG: gl.constexpr):
-    """Store results that fill a tile by TMA, through shared memory."""
+    """Store the results of a full tile by TMA, through shared memory."""
     desc, tiles = staged
     tile = tiles.index(WG)
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
@@ -93,7 +93,7 @@ def store_rows(
     out, token_stride, head_stride, first, num_tokens, head, result, config, START: gl.constexpr,
     WG: gl.constexpr,
 ):  # fmt: skip
-    """Store some columns of the rows that belong to the sequence."""
+    """Store columns from ``START`` on of the rows that belong to the sequence."""
     WIDTH: gl.constexpr = result.shape[1]
     PACK: gl.constexpr = config.PACK
     WIDE: gl.constexpr = wide_rows(WIDTH)

@@ -1,27 +1,25 @@
-"""Attention forward on Hopper: two warps load, or four, two or three warpgroups compute.
+"""Attention forward on Hopper with warp specialisation: loading warps and 2 or 3 warpgroups.
 
 ::
 
     out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
 
-A program takes tiles of queries one after another (``schedule``). Each warpgroup has 64 of a
-tile's rows, tokens × ``PACK`` heads, and walks the keys from right to left, masked tiles first;
-a tile's last product goes with the next tile's first::
+The grid is persistent: a program computes tiles of queries one after another (``schedule``). Each
+warpgroup has 64 of a tile's rows, tokens × ``PACK`` heads, and visits the keys from right to left,
+masked tiles first; a tile's last product overlaps the next tile's first::
 
     loading      Q K2 K1 K0 │ Q' K1' K0' │ ...      and  V2 V1 V0 │ V1' V0' │ ...
     computing    S2 softmax │ S1 O2 softmax │ S0 O1 softmax │ S1' O0 softmax' │ S0' O1' ...
 
-While one warpgroup does a softmax, another multiplies (``PINGPONG``). Keys and values come in
-boxes of ``BOX`` rows: a page, a part of one, or, of ragged tensors, a tile. Where boxes would be
-small, rows are gathered, by two warps for keys and two for values; rows of 8-bit caches always are,
-and converted on their way (``PACKED``), unless the kernel in front has unpacked them (``WAITS``).
-Results that fill a warpgroup's rows are stored through shared memory where they are ``STAGED``.
-Rows past a sequence's end are read as zeros, or overwritten with zeros inside its last box, or,
-gathered, repeat the last key: no NaN from outside of the sequence enters a product. Where tiles are
-few, programs may share a tile's keys (``SPLITS``): ``splits`` says which program gets which,
-``merge`` puts results together. Where queries have one slot in shared memory, a warpgroup gives its
-part up after its last product with keys (``EARLY``), so that the next queries arrive while it
-multiplies the last values.
+While one warpgroup computes a softmax, another multiplies (``PINGPONG``). One warp loads keys and
+one values by TMA, in boxes of ``BOX`` rows: a page, a part of one, or, for ragged tensors, a tile.
+If boxes would be small, two warps each gather rows instead (``gather``); rows of 8-bit caches are
+always gathered, and converted on the way (``PACKED``), unless the previous kernel unpacked them
+(``WAITS``). With ``STAGED`` full tiles of results are stored by TMA. No NaN from outside of a
+sequence enters a product: rows past its end are zeros, or if gathered repeat the last key. If tiles
+are few, programs may split a tile's keys (``SPLITS``, see ``splits`` and ``merge``). If queries
+have a single slot in shared memory, a warpgroup releases its part after its last product with keys
+(``EARLY``), so that the next queries arrive while it multiplies the last values.
 """
 
 from triton.experimental import gluon
@@ -69,14 +67,14 @@ from .softmax import (
     add_alibi,
     apply_mask,
     bound_of,
+    bounded_weights,
     cap,
     pack,
     scheduler_arrive,
     scheduler_wait,
     unpack,
+    update_softmax,
     warpgroup_barrier,
-    weigh,
-    weigh_bounded,
 )
 from .splits import make_last_wave, make_split_schedule
 
@@ -86,7 +84,7 @@ def _compute_role(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
     metadata, q_ring, k_ring, v_ring, k_scales, config, warpgroup,
 ):  # fmt: skip
-    """One warpgroup: its rows of every tile."""
+    """One warpgroup: compute its rows of every tile."""
     WG: gl.constexpr = warpgroup.INDEX
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     WIDTH: gl.constexpr = max(k_ring.tiles.shape[2] * config.KEY_TILES, v_ring.tiles.shape[2])
@@ -94,7 +92,7 @@ def _compute_role(
     if config.PINGPONG and WG == config.WARPGROUPS - 1:
         scheduler_arrive(0)
     STREAM: gl.constexpr = WG if config.EARLY else 0
-    GIVES_UP: gl.constexpr = config.EARLY and not config.HOLDS_Q
+    RELEASES_Q: gl.constexpr = config.EARLY and not config.HOLDS_Q
     tile_use = 0
     use = 0
     q_ring.barriers.wait_full(STREAM, tile_use)
@@ -107,7 +105,7 @@ def _compute_role(
     s = warpgroup_mma_wait(0, deps=(s,))
     if num_tiles > 0:
         k_ring.barriers.release(0, use)
-    if GIVES_UP:
+    if RELEASES_Q:
         q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
     s = _scale_keys(s, k_scales, use)
     given = scoring
@@ -127,13 +125,13 @@ def _compute_role(
             warpgroup_barrier(config.WARPGROUPS)
         first_full = metadata.read(tile_use, NUM_RIGHT)
         first_left = first_full + metadata.read(tile_use, NUM_FULL)
-        # A separate loop over tiles without a mask would be faster, but for heads of up to 128
-        # ptxas reloads the queries' descriptor between two loops.
+        # A separate loop over tiles without a mask would be faster, but with heads of up to 128
+        # ptxas reloads the queries' descriptor between the two loops.
         state = (use, p, acc, m, l, causal_limit)
         listed = scoring.lists
         if config.SPARSE and (config.CAUSAL or config.HAS_WINDOW or config.HAS_ALIBI):
             listed += metadata.read(tile_use, RECORD) + LIST_FIELDS
-            # From here on the rows' own keys count from the sequence's first.
+            # From here on ``causal_limit`` counts from the sequence's first key.
             causal_limit += gl.load(listed) * TILE_N
             state = (use, p, acc, m, l, causal_limit)
         operands = (
@@ -141,13 +139,13 @@ def _compute_role(
             q_ring, tile_use, num_tiles - 2,
         )  # fmt: skip
         if WIDTH <= 128:
-            state = _walk(0, num_tiles - 1, None, state, operands, WG)
+            state = _attend_tiles(0, num_tiles - 1, None, state, operands, WG)
         else:
             if config.CAUSAL or (config.SPARSE and config.HAS_WINDOW):
-                state = _walk(0, first_full, True, state, operands, WG)
-            state = _walk(first_full, first_left, False, state, operands, WG)
+                state = _attend_tiles(0, first_full, True, state, operands, WG)
+            state = _attend_tiles(first_full, first_left, False, state, operands, WG)
             if config.HAS_WINDOW and not config.SPARSE:
-                state = _walk(first_left, num_tiles - 1, True, state, operands, WG)
+                state = _attend_tiles(first_left, num_tiles - 1, True, state, operands, WG)
         use, p, acc, m, l, _ = state
         first = metadata.read(tile_use, TOKEN)
         num_tokens = metadata.read(tile_use, NUM_TOKENS)
@@ -165,7 +163,7 @@ def _compute_role(
         # The last product with values overlaps the next tile's first product with keys. After the
         # last tile that is one extra product on stale data, whose result is discarded.
         tile_use += 1
-        if GIVES_UP:  # the product goes on while the next queries are loaded
+        if RELEASES_Q:  # this product runs while the next queries are loaded
             if config.PINGPONG:
                 scheduler_wait(WG)
             v_ring.barriers.wait_full(0, use)
@@ -173,7 +171,7 @@ def _compute_role(
         q_ring.barriers.wait_full(STREAM, tile_use)
         num_tiles = metadata.read(tile_use, NUM_TILES)
         q = _take_queries(q_ring, tile_use, k_ring, config, WG)
-        if GIVES_UP:
+        if RELEASES_Q:
             s, acc = _score_next(q, k_ring, use, acc, num_tiles > 0, config, WG)
             q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
         else:
@@ -209,7 +207,7 @@ def _compute_role(
 
 @gluon.jit
 def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constexpr):
-    """Weights of a tile's rightmost keys, and the initial state of the softmax."""
+    """Return the weights of a tile's rightmost keys, and the softmax's state after them."""
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     causal_limit = gl.arange(0, ROWS, ROW) // config.PACK
     causal_limit += metadata.read(tile_use, CAUSAL_LIMIT) + WG * (ROWS // config.PACK)
@@ -217,16 +215,16 @@ def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constex
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
     if config.BOUNDED:
-        weights, l = _weigh_bounded(s, l, causal_limit, num_keys, scoring, True, config)
+        weights, l = _update_bounded_softmax(s, l, causal_limit, num_keys, scoring, True, config)
     else:
         s = _apply_score_mods(s, causal_limit, num_keys, scoring, slope, True, config)
-        weights, _, m, l = weigh(s, m, l, scoring.scale)
+        weights, _, m, l = update_softmax(s, m, l, scoring.scale)
     return weights, causal_limit, m, l
 
 
 @gluon.jit
 def _scale_keys(s, k_scales, use):
-    """Products times each key's scale, where every token has its own."""
+    """Multiply products by each key's scale, with scales per token."""
     if len(k_scales) > 0:
         scale = k_scales[0].of_use(use).load(gl.SliceLayout(0, s.type.layout))
         s *= scale[None, :]
@@ -235,7 +233,7 @@ def _scale_keys(s, k_scales, use):
 
 @gluon.jit
 def _scale_scores(scoring, metadata, tile_use, config):
-    """The scoring of a tile's products, with the scale of its head's keys."""
+    """Include the scale of the tile's KV head in the scoring, with scales per head."""
     if config.SCALES == "head":
         scale = metadata.read(tile_use, K_SCALE).to(gl.float32, bitcast=True)
         scoring = scoring.times(scale, config.HAS_CAP)
@@ -244,7 +242,7 @@ def _scale_scores(scoring, metadata, tile_use, config):
 
 @gluon.jit
 def _find_slope(s, scoring, exists, metadata, tile_use, config):
-    """ALiBi's slope for each row of a tile, in units of its scores; 0.0 if there are none."""
+    """ALiBi's slope for each row of a tile, divided by the scale of scores; 0.0 without ALiBi."""
     slope = 0.0
     if config.HAS_ALIBI:
         at = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)) % config.PACK
@@ -255,7 +253,7 @@ def _find_slope(s, scoring, exists, metadata, tile_use, config):
 
 @gluon.jit
 def _apply_score_mods(s, causal_limit, num_keys, scoring, slope, masked, config):
-    """Cap, bias and mask products; ``scale`` is applied later."""
+    """Apply cap, ALiBi and mask to products; ``scale`` is applied later."""
     if config.HAS_CAP:
         if masked:
             s = apply_mask(
@@ -278,17 +276,17 @@ def _apply_score_mods(s, causal_limit, num_keys, scoring, slope, masked, config)
 
 
 @gluon.jit
-def _weigh_bounded(s, l, causal_limit, num_keys, scoring, masked, config):
-    """Weights of a tile's products, capped and masked, and the new sum of each row.
+def _update_bounded_softmax(s, l, causal_limit, num_keys, scoring, masked, config):
+    """Return the weights of a tile's capped and masked products, and the new sum of each row.
 
-    No maximum is looked for, and earlier sums stay as they are. The mask comes after the
+    A capped score is bounded, so there is no maximum and no rescaling. The mask comes after the
     exponentials: a branch between them and ``cap`` would keep them from overlapping.
     """
     if masked:
         s = apply_mask(
             s, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
         )
-    weights = weigh_bounded(cap(s, scoring.inner), scoring.scale)
+    weights = bounded_weights(cap(s, scoring.inner), scoring.scale)
     if masked:
         weights = apply_mask(
             weights, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
@@ -298,7 +296,7 @@ def _weigh_bounded(s, l, causal_limit, num_keys, scoring, masked, config):
 
 @gluon.jit
 def _no_results(config):
-    """Zero accumulators, one for each part of a head's columns."""
+    """Return zero accumulators, one for each part of a head's columns."""
     acc = ()
     for i in gl.static_range(num_parts(config.V_SIZE)):
         acc = acc + (_zeros(part_size(config.V_SIZE, i)),)  # type: ignore[assignment] # noqa: RUF005
@@ -312,7 +310,7 @@ def _zeros(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _wait_for(acc):
-    """Wait until the products with values are done."""
+    """Wait for the products with values."""
     done = warpgroup_mma_wait(0, deps=acc)
     if len(acc) == 1:
         done = (done,)
@@ -332,7 +330,7 @@ def _find_queries(ring, use, config, WG: gl.constexpr):
 
 @gluon.jit
 def _take_queries(ring, use, k_ring, config, WG: gl.constexpr):
-    """A warpgroup's queries, in shared memory or, where it ``HOLDS_Q``, parts in registers."""
+    """A warpgroup's queries: in shared memory or, with ``HOLDS_Q``, as parts in registers."""
     q = _find_queries(ring, use, config, WG)
     if config.HOLDS_Q:
         LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(k_ring.tiles.shape[1]), 2)
@@ -346,7 +344,7 @@ def _take_queries(ring, use, k_ring, config, WG: gl.constexpr):
 
 @gluon.jit
 def _find_keys(ring, use, config):
-    """A use's keys as products take them: a tile, or a tuple of ``KEY_TILES``."""
+    """A use's keys as operands: a tile, or a tuple of ``KEY_TILES``."""
     tiles = ring.operand(use, config.ATOMS)
     if config.KEY_TILES > 1:
         tiles = (tiles,)
@@ -357,7 +355,7 @@ def _find_keys(ring, use, config):
 
 @gluon.jit
 def _score(q, k, s, config):
-    """Begin the product of queries and keys."""
+    """Start the product of queries and keys."""
     SIZE: gl.constexpr = config.HEAD_SIZE
     TILES: gl.constexpr = config.KEY_TILES
     for i in gl.static_range(num_parts(SIZE, TILES)):
@@ -369,7 +367,7 @@ def _score(q, k, s, config):
 
 @gluon.jit
 def _add_values(p, v, acc, config):
-    """Begin to add the values of a tile, weighted by ``pack``'s pairs."""
+    """Start adding a tile's values, weighted by the result of ``pack``."""
     sums = ()
     for i in gl.static_range(num_parts(config.V_SIZE)):
         weights = unpack(p, v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
@@ -380,7 +378,7 @@ def _add_values(p, v, acc, config):
 
 @gluon.jit
 def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr):
-    """Scores of the keys of the next use; the product with this use's values goes on."""
+    """Return the scores of the next use's keys; the product with this use's values is in flight."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     S_LAYOUT: gl.constexpr = product_layout(TILE_N)
     s = gl.zeros([ROWS, TILE_N], gl.float32, S_LAYOUT)
@@ -393,7 +391,7 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
     acc = _add_values(p, v_ring.operand(use, config.ATOMS), acc, config)
     if config.PINGPONG:
         scheduler_arrive((WG + 1) % config.WARPGROUPS)
-    s = warpgroup_mma_wait(num_parts(config.V_SIZE), deps=(s,))  # all but the values' products
+    s = warpgroup_mma_wait(num_parts(config.V_SIZE), deps=(s,))  # but not for the values' products
     if has_next:
         k_ring.barriers.release(0, use + 1)
     return s, acc
@@ -401,7 +399,7 @@ def _multiply(q, k_ring, v_ring, use, p, acc, has_next, config, WG: gl.constexpr
 
 @gluon.jit
 def _score_next(q, k_ring, use, acc, has_next, config, WG: gl.constexpr):
-    """Scores of the next tile's first keys, behind the product that is under way."""
+    """Return the scores of the next tile's first keys, after the product in flight."""
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     s = gl.zeros([ROWS, TILE_N], gl.float32, product_layout(TILE_N))
     if has_next:
@@ -421,8 +419,8 @@ def _score_next(q, k_ring, use, acc, has_next, config, WG: gl.constexpr):
 
 
 @gluon.jit
-def _walk(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
-    """Visit some tiles to the left; ``MASKED``: all, none, or (None) those at both ends."""
+def _attend_tiles(first, end, MASKED: gl.constexpr, state, operands, WG: gl.constexpr):
+    """Attend to key tiles ``first`` to ``end``, right to left; ``MASKED``: None masks both ends."""
     use, p, acc, m, l, causal_limit = state
     (
         q, k_ring, v_ring, k_scales, first_full, first_left, listed, scoring, slope, config,
@@ -457,12 +455,12 @@ def _attend_tile(
         q_ring.barriers.release_if(WG, tile_use, is_last)
     s = _scale_keys(s, k_scales, use + 1)
     if config.BOUNDED:
-        weights, l = _weigh_bounded(s, l, causal_limit, TILE_N, scoring, masked, config)
+        weights, l = _update_bounded_softmax(s, l, causal_limit, TILE_N, scoring, masked, config)
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
     else:
         s = _apply_score_mods(s, causal_limit, TILE_N, scoring, slope, masked, config)
-        weights, decay, m, l = weigh(s, m, l, scoring.scale)
+        weights, decay, m, l = update_softmax(s, m, l, scoring.scale)
         acc = _wait_for(acc)
         v_ring.barriers.release(0, use)
         acc = times(acc, decay)
@@ -471,7 +469,7 @@ def _attend_tile(
 
 @gluon.jit
 def _clear_rows(tile, first, config):
-    """Zero a tile's rows from ``first`` to the end of its box."""
+    """Zero a tile's rows from ``first`` to the end of their box."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     EIGHTS: gl.constexpr = tile.shape[0] // 8
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
@@ -488,20 +486,20 @@ def _clear_rows(tile, first, config):
 def forward_kernel(
     # outputs
     out,  # [num_tokens, num_heads, V_SIZE]
-    out_desc,  # the same in boxes as q's, where results are STAGED
+    out_desc,  # out in boxes like q's, if STAGED
     lse,  # [num_tokens, num_heads] float32
     # inputs
     q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
     k,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]; or pointers
     v,
-    slopes,  # [num_heads] float32, where it HAS_ALIBI
-    sinks,  # [num_heads] float32, where it HAS_SINKS
+    slopes,  # [num_heads] float32, if HAS_ALIBI
+    sinks,  # [num_heads] float32, if HAS_SINKS
     # metadata
     cu_seqlens_q,  # [num_seqs + 1]
-    lengths,  # [num_seqs] keys of each sequence; or, of ragged ones, cu_seqlens_k [num_seqs + 1]
+    lengths,  # seq_lens [num_seqs] if paged, else cu_seqlens_k [num_seqs + 1]
     block_tables,  # [num_seqs, max_blocks_per_seq]
     lists,  # int32 [num_seqs or 1, num_heads or 1, seq_tiles, list_pitch], if SPARSE
-    drawn,  # int32 [1] of 0, left as 0, where programs draw their tiles
+    drawn,  # int32 [1] of 0, left as 0, if DRAWS: see ``TileQueue``
     # scalars
     num_seqs,
     block_rows,
@@ -511,8 +509,8 @@ def forward_kernel(
     seq_tiles,
     short,
     window,
-    scale,  # of products, or under a cap of their hyperbolic tangents
-    inner,  # of products under a cap
+    scale,  # of products; with a cap, of their tanh
+    inner,  # of products before tanh, with a cap
     list_pitch,
     # strides
     list_seq,  # in records
@@ -520,7 +518,7 @@ def forward_kernel(
     table_stride,
     token_stride,
     head_stride,
-    k_block,  # of the caches: where rows are gathered
+    k_block,  # of the caches, if GATHER
     k_slot,
     k_head,
     v_block,
@@ -535,7 +533,7 @@ def forward_kernel(
     vs_block,
     vs_slot,
     vs_head,
-    # scratch, where programs may share a tile's keys: see ``SplitSchedule``
+    # scratch memory if SPLITS: see ``SplitSchedule``
     accs,
     sums,
     arrivals,
@@ -570,11 +568,11 @@ def forward_kernel(
     HOLDS_Q: gl.constexpr,
     PACKED: gl.constexpr,
     SCALES: gl.constexpr,
-    WAITS: gl.constexpr,  # whether it is launched before the kernel in front ends
+    WAITS: gl.constexpr,  # whether it is launched before the previous kernel ends
 ):
-    """Attention of every sequence's queries over its keys; see the top of the file."""
+    """See the module docstring. Grid: at most one program per multiprocessor."""
     gdc_launch_dependents()
-    # Float16 holds all 8-bit values, and takes fewer instructions than the queries' bfloat16.
+    # float16 holds all 8-bit values, and converting to it takes fewer instructions than bfloat16.
     V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     BOUNDED: gl.constexpr = HAS_CAP and not HAS_ALIBI and gl.bfloat16 == V_DTYPE
     config = KernelConfig(
@@ -636,13 +634,13 @@ def forward_kernel(
         k_scales = (of_keys,)  # type: ignore[assignment]
         k, v = (k, k_scales), (v, (of_values,))
     fence_async_shared()
-    if WAITS:  # before, only lengths are read, which are older than the kernel in front
+    if WAITS:  # only lengths have been read so far, which the previous kernel does not write
         gdc_wait()
     compute = (
         out, staged, lse, sinks, num_heads, token_stride, head_stride, scoring, schedule,
         metadata, q_ring, k_ring, v_ring, k_scales, config,
     )  # fmt: skip
-    # What the others leave of a multiprocessor's registers, which go round in eights.
+    # Loading warps get the registers that warpgroups leave, in multiples of eight.
     EVEN: gl.constexpr = 65536 // (WARPGROUPS + 1) // 128 // 8 * 8
     LOADING: gl.constexpr = GATHERING_WARPS if GATHER else 1
     LOAD: gl.constexpr = (WARPGROUPS + 1) * EVEN - WARPGROUPS * REGISTERS

@@ -1,15 +1,15 @@
-"""Copies of rows one by one, where boxes would be small (``ForwardConfig.gathers``).
+"""Gather rows of pages by ``cp.async``, if TMA boxes would be small (``ForwardConfig.gathers``).
 
-Every lane copies 16 bytes at a time. A row's place is computed by one thread, which loaded the
+Every lane copies 16 bytes at a time. A row's address is computed by one thread, which loaded the
 block id one tile earlier, and is passed through shared memory::
 
-    a thread, a row or two of a tile     block id ─▶ place ─▶ shared memory
-    two, four or eight lanes, a row      place ─▶ copies of a part of its columns
+    one thread for one or two rows       block id ─▶ address ─▶ shared memory
+    two, four or eight lanes per row     address ─▶ copies of a part of its columns
 
-The copies write by the generic proxy, products read by the async proxy: so the threads wait for
-their copies, fence, and one of them signals that the slot is full; computing warpgroups see no
-difference. Past a sequence's end its last key is repeated, or zeros if it has none; columns past a
-head's width are zeros as far as products read them.
+``cp.async`` writes by the generic proxy and ``wgmma`` reads by the async proxy, so the threads wait
+for their copies and fence before one of them signals that the slot is full, as TMA does. Past a
+sequence's end its last key is repeated, or zeros if it has none; columns past a head's width are
+zeros as far as products read them.
 """
 
 from triton.experimental import gluon
@@ -21,13 +21,13 @@ from .layouts import num_parts, part_of, part_size, part_start
 from .names import barrier
 from .record import record
 
-GATHERING_WARPS = gl.constexpr(2)  # of a role: one for keys, one for values
+GATHERING_WARPS = gl.constexpr(2)  # warps that gather keys, and as many for values
 UNIT = gl.constexpr(8)  # elements of a copy, 16 bytes
 
 
 @record
 class Pages:
-    """Keys or values of all blocks, and room for where a tile's rows begin."""
+    """The pages of keys or values, and shared memory for the addresses of a tile's rows."""
 
     base: gl.tensor  # pointer to [num_blocks, block_size, num_kv_heads, HEAD_SIZE]
     block: gl.tensor  # strides, in units, of the type that places are computed in
@@ -38,7 +38,7 @@ class Pages:
 
 @gluon.jit
 def make_pages(base, block, slot, head, TILE_N: gl.constexpr):
-    """Pages whose rows are gathered, tiles of ``TILE_N`` at a time."""
+    """Make ``Pages`` with room for the addresses of ``TILE_N`` rows."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLACE: gl.constexpr = gl.uint32 if block.dtype == gl.int32 else gl.int64
     places = gl.allocate_shared_memory(PLACE, [TILE_N], LAYOUT)
@@ -51,7 +51,7 @@ def gather_tiles(pages, ring, use, begin, end, keys, SIZE: gl.constexpr, config)
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     FINDING: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     table, _, seq_len, _, kv_head = keys
-    # Past the end the last key is repeated: it has no weight, and brings no new NaN.
+    # Past the end the last key is repeated: its weight is 0, and it adds no NaN.
     key = (end - 1) * TILE_N + gl.arange(0, TILE_N, FINDING)
     key = gl.minimum(key, gl.maximum(seq_len - 1, 0))
     block = gl.load(table + key // config.BLOCK_SIZE, seq_len > 0, other=0)
@@ -77,23 +77,23 @@ def gather_tiles(pages, ring, use, begin, end, keys, SIZE: gl.constexpr, config)
 
 @gluon.jit
 def _copy_part(
-    pages, tile, is_there, HEAD_SIZE: gl.constexpr, PART: gl.constexpr, TILES: gl.constexpr
+    pages, tile, exists, HEAD_SIZE: gl.constexpr, PART: gl.constexpr, TILES: gl.constexpr
 ):
     """Start the copies of a part of a tile's columns."""
     TILE_N: gl.constexpr = tile.shape[0]
     SIZE: gl.constexpr = part_size(HEAD_SIZE, PART, TILES)
     START: gl.constexpr = part_start(HEAD_SIZE, PART, TILES)
     LANES: gl.constexpr = min(8, SIZE // UNIT)
-    AT_ONCE: gl.constexpr = 64  # as registers allow
+    AT_ONCE: gl.constexpr = 64  # rows, as registers allow
     COPYING: gl.constexpr = gl.BlockedLayout(
         [1, UNIT], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
     column = START + gl.arange(0, SIZE, gl.SliceLayout(0, COPYING))[None, :]
-    there = gl.full([AT_ONCE, SIZE], is_there, gl.int1, COPYING)
+    mask = gl.full([AT_ONCE, SIZE], exists, gl.int1, COPYING)
     if START + SIZE > HEAD_SIZE:
-        there = there & (column < HEAD_SIZE)
+        mask = mask & (column < HEAD_SIZE)
     for first in gl.static_range(0, TILE_N, AT_ONCE):
         place = pages.places.slice(first, AT_ONCE).load(gl.SliceLayout(1, COPYING))
         at = pages.base + column + place.to(gl.int64)[:, None] * UNIT
         part = part_of(tile.slice(first, AT_ONCE), HEAD_SIZE, PART, TILES)
-        async_copy.async_copy_global_to_shared(part, at, there)
+        async_copy.async_copy_global_to_shared(part, at, mask)

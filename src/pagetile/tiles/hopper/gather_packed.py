@@ -1,15 +1,15 @@
-"""Rows of 8-bit caches, gathered one by one and converted on their way to shared memory.
+"""Gather rows of 8-bit caches, and convert them on the way to shared memory.
 
-As in ``gather``, two warps load a tile's keys and two its values; but by way of registers, where
-16 values of a lane become 32 bytes: keys of the queries' type, values of float16. A tile comes
+As in ``gather``, two warps load a tile's keys and two its values, but through registers, where 16
+elements of a lane become 32 bytes: keys of the queries' type, values of float16. A tile is loaded
 in chunks, of which four are in flight while an earlier one is converted::
 
     load      0 1 2 3   4 5 6 7   0' 1' 2' 3'   4' ...        ' = the next tile to the left
     convert             0 1 2 3   4  5  6  7    0' ...
 
-The conversion is exact. Computing warpgroups multiply scores and results by the scales of a head
-(``HeadScales``), once for a tile of queries instead of once for each element. Scales of tokens
-(``TokenScales``) multiply scores, too, but values on their way, which are then rounded.
+The conversion is exact. Per-head scales (``HeadScales``) are applied by the computing warpgroups to
+scores and results. Per-token scales (``TokenScales``) are applied to scores there, but to values
+here, which rounds them.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ from .names import barrier
 from .packed import SIGNS, scale_words, widen_words
 from .record import record
 
-PER_WORD = gl.constexpr(4)  # values of an int32
+PER_WORD = gl.constexpr(4)  # 8-bit values of an int32
 UNIT = gl.constexpr(4)  # words of a load, 16 bytes
 IN_FLIGHT = gl.constexpr(4)  # chunks
 SMALLEST_SCALE = gl.constexpr(1e-30)
@@ -29,7 +29,7 @@ SMALLEST_SCALE = gl.constexpr(1e-30)
 
 @record
 class HeadScales:
-    """What a KV head's keys and values are multiplied by."""
+    """Scales of each KV head's keys and values."""
 
     k_scale: gl.tensor  # pointer to float32 [num_kv_heads]
     v_scale: gl.tensor
@@ -44,20 +44,20 @@ class HeadScales:
 
     @gluon.jit
     def bits(self, kv_head):
-        """The same as int32. A key's scale has lost its sign, which the keys have got.
+        """A head's scales as int32 bits, with the key's scale made positive.
 
-        For the largest product has to be the largest score; so 0, too, becomes a positive number,
-        as good as 0.
+        The largest product must be the largest score, so a negative sign is applied to the keys
+        instead, and 0 becomes a tiny positive number.
         """
         k_scale, v_scale = self.load(kv_head)
         k_scale = gl.abs(k_scale)
-        k_scale = gl.where(k_scale < SMALLEST_SCALE, SMALLEST_SCALE, k_scale)  # NaN stays
+        k_scale = gl.where(k_scale < SMALLEST_SCALE, SMALLEST_SCALE, k_scale)  # keeps NaN
         return k_scale.to(gl.int32, bitcast=True), v_scale.to(gl.int32, bitcast=True)
 
 
 @record
 class TokenScales:
-    """What each token's key, or value, is multiplied by, and room for those of tiles."""
+    """Scales of each token's key or value, and shared memory for those of tiles."""
 
     base: gl.tensor  # pointer to float32 [num_blocks, block_size, num_kv_heads]
     block: gl.tensor  # strides
@@ -75,7 +75,7 @@ class TokenScales:
 
     @gluon.jit
     def of_use(self, use):
-        """The memory of a use's scales."""
+        """The shared memory of a use's scales."""
         return self.tiles.index(use % self.DEPTH)
 
 
@@ -83,11 +83,11 @@ class TokenScales:
 def make_token_scales(
     base, block, slot, head, TILE_N: gl.constexpr, DEPTH: gl.constexpr, ARE_OF_VALUES: gl.constexpr
 ):  # fmt: skip
-    """Scales of tokens.
+    """Make ``TokenScales`` with shared memory for ``DEPTH`` tiles.
 
-    Those of values are read by the warps that write them; those of keys by computing warpgroups,
-    after they have released the slot of the keys. With twice the ring's slots that is in time: a
-    slot is filled again when all have scored the keys after those of its last use but one.
+    Scales of values are read by the warps that write them, and scales of keys by the computing
+    warpgroups after they have released the keys' slot. So ``DEPTH`` is twice the ring's slots for
+    keys: then no scales are overwritten before they are read.
     """
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(gl.float32, [DEPTH, TILE_N], LAYOUT)
@@ -107,10 +107,10 @@ def chunk_rows(tile_n, head_size, warpgroups):
 
 @gluon.constexpr_function
 def chunk_layout(rows, words, warps):
-    """How lanes hold a chunk's words: four neighbours of a row each.
+    """The layout of a chunk's words: a lane holds four neighbours of a row.
 
-    Eight lanes store at a time, without bank conflicts where they fill two rows' halves of
-    swizzled atoms: so four lanes are beside each other in a row of an atom, the next four below.
+    Eight lanes store at a time. They have no bank conflicts if they fill half a row of a swizzled
+    atom in two rows, so four lanes are side by side and the next four in the row below.
     """
     columns = [[0, 1 << i] for i in range(int(words).bit_length() - 1)]
     below = [[1 << i, 0] for i in range(int(rows).bit_length() - 1)]
@@ -131,7 +131,7 @@ def chunk_layout(rows, words, warps):
 def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr, config):
     """Load and convert tiles from the right to the left; returns the ring's next use.
 
-    ``source`` is pages and scales; of scales of heads, only keys need to know the sign here.
+    ``source`` is ``(pages, scales)``. Of per-head scales only the sign of a key's is applied here.
     """
     pages, scales = source
     BY_TOKEN: gl.constexpr = config.SCALES == "token"
@@ -160,7 +160,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
             for i in gl.static_range(CHUNKS):
                 chunk = chunks[0]  # type: ignore[misc]
                 _store_chunk(tile, i * ROWS, chunk, signs, scales, use, SIZE, config)
-                if i + IN_FLIGHT == CHUNKS:  # after the last tile a tile that was loaded before
+                if i + IN_FLIGHT == CHUNKS:  # the next tile's; after the last, its own again
                     _write_places(pages, key, block, kv_head, config)
                     if BY_TOKEN:
                         of_tile = scales[0].find(key, block, kv_head, config)
@@ -168,7 +168,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
                 chunk = _load_chunk(pages, (i + IN_FLIGHT) % CHUNKS * ROWS, ROWS, SIZE)
                 chunks = chunks[1:] + (chunk,)  # type: ignore[assignment] # noqa: RUF005
                 if i + IN_FLIGHT // 2 + 1 == CHUNKS:
-                    barrier()  # else ptxas puts off loads for the next tile to the end of this one
+                    barrier()  # else ptxas moves the next tile's loads to the end of this one
             _fill(ring, use)
             use += 1
     else:
@@ -182,7 +182,7 @@ def gather_packed_tiles(source, ring, use, begin, end, keys, SIZE: gl.constexpr,
 
 @gluon.jit
 def _fill(ring, use):
-    """Signal that both warps have stored their parts of a slot."""
+    """Wait until both warps have stored their parts of a slot, and signal that it is full."""
     fence_async_shared()
     barrier()
     ring.barriers.fill(0, use)
@@ -190,9 +190,9 @@ def _fill(ring, use):
 
 @gluon.jit
 def _find_blocks(keys, n, begin, TILE_N: gl.constexpr, config):
-    """Keys of tile ``n``, or of ``begin`` if that is left of it, and the blocks that hold them."""
+    """Keys of tile ``max(n, begin)``, and their block ids."""
     FINDING: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    # Past the end the last key is repeated: it has no weight, and brings no new NaN.
+    # Past the end the last key is repeated: its weight is 0, and it adds no NaN.
     key = gl.maximum(n, begin) * TILE_N + gl.arange(0, TILE_N, FINDING)
     key = gl.minimum(key, keys[2] - 1)
     return key, gl.load(keys[0] + key // config.BLOCK_SIZE)
@@ -207,7 +207,7 @@ def _write_places(pages, key, block, kv_head, config):
 
 @gluon.jit
 def _load_chunk(pages, FIRST: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Words of ``ROWS`` rows from ``FIRST`` on of the tile of ``places``, a tensor a part."""
+    """Load the words of ``ROWS`` rows from ``FIRST`` on of the current tile: a tensor per part."""
     chunk = ()
     for part in gl.static_range(num_parts(SIZE)):
         words = _load_part(pages, FIRST, ROWS, SIZE, part)
@@ -225,7 +225,7 @@ def _load_part(
     column = START + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
     place = pages.places.slice(FIRST, ROWS).load(gl.SliceLayout(1, LAYOUT))
     at = pages.base + column + place.to(gl.int64)[:, None] * UNIT
-    # Every byte is read once: nothing is gained by a place in the first-level cache.
+    # .cg: every byte is read once, so do not cache in L1.
     if START + WORDS > SIZE // PER_WORD:
         words = gl.load(at, column < SIZE // PER_WORD, other=0, cache_modifier=".cg")
     else:
@@ -237,7 +237,7 @@ def _load_part(
 def _words_of(
     tile, FIRST: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr, PART: gl.constexpr
 ):
-    """A part of some of a tile's rows as int32 pairs of numbers."""
+    """A part of ``ROWS`` rows of a tile in shared memory, as int32 pairs of 16-bit elements."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     TILE_N: gl.constexpr = tile.shape[0]
     PAIRS: gl.constexpr = tile.shape[1] // 2
@@ -251,7 +251,7 @@ def _words_of(
 def _store_chunk(
     tile, FIRST: gl.constexpr, chunk, signs, scales, use, SIZE: gl.constexpr, config
 ):  # fmt: skip
-    """Convert a chunk, and store it in its rows of a tile."""
+    """Convert a chunk, and store it in its rows of the tile."""
     for part in gl.static_range(num_parts(SIZE)):
         pairs = _convert(chunk[part], FIRST, signs, scales, use, tile.dtype, config)
         _words_of(tile, FIRST, pairs.shape[0], SIZE, part).store(pairs)
@@ -276,7 +276,7 @@ def _convert(
 
 @gluon.jit
 def _store_zeros(tile, SIZE: gl.constexpr):
-    """Zeros where products read."""
+    """Zero the parts of a tile that products read."""
     TILE_N: gl.constexpr = tile.shape[0]
     for first in gl.static_range(0, TILE_N, 8):
         for part in gl.static_range(num_parts(SIZE)):

@@ -20,10 +20,10 @@ class Described(NamedTuple):
     """
 
     base: Tensor
-    """On a multiple of 16 bytes."""
+    """A tensor that begins at a multiple of 16 bytes."""
     shape: Sequence[int]
     strides: Sequence[int]
-    """In elements, each a multiple of 16 bytes; the last is 1."""
+    """Strides in elements, each a multiple of 16 bytes; the last is 1."""
     padding: str = "zero"
 
 
@@ -48,7 +48,7 @@ class GluonLauncher(Launcher):
         self._described = [at for at, kind in kinds if kind.startswith("tensordesc")]
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """As any launcher's."""
+        """Launch as ``Launcher`` does, with descriptors made of tensors."""
         given = list(arguments)
         for at in self._described:
             x = given[at]

@@ -1,4 +1,4 @@
-"""Launches the forward kernel: validation, descriptors, grid and scratch."""
+"""Launch the forward kernel: validation, descriptors, grid and scratch memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def attend(
         return
     if softmax_scale <= 0:  # the kernel takes the maximum of unscaled products
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
-    q, written = align(q), align(out)  # with what another launch wrote of short sequences
+    q, written = align(q), align(out)  # keeps the short sequences' results of another launch
     if block_tables is None:
         k, v = k[None], v[None]
     block_size = k.shape[1] if block_tables is not None else 0
@@ -146,7 +146,7 @@ def attend(
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
     sources, block_rows, strides = (_gathered if config.gathers else _boxed)(k, v, config)
-    # Whole waves of tiles are drawn even where keys are split: see ``splits.LastWave``.
+    # With splits, whole waves of tiles are drawn from the counter: see ``splits.LastWave``.
     # Warps that convert 8-bit rows have no registers left to find the longest sequence.
     can_draw = 2 * tiles >= 3 * num_programs if splits else config.packed == "none"
     if can_draw and not is_uniform and num_seqs <= MOST_DRAWN_SEQS:

@@ -1,4 +1,4 @@
-"""How threads hold what the kernels on Hopper share."""
+"""Register layouts and column parts that the kernels on Hopper share."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,12 +6,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def _parts(head_size, tiles=1):
-    """What a head's columns are multiplied in: powers of two, one, or two that waste less.
+    """Split a head's columns into products of power-of-two widths: one, or two if that wastes less.
 
-    A head of 96 is 64 and 32, one of 112 is 128. Over several tiles side by side it is as many
-    parts: one of 160 over three tiles is 64, 64 and 32.
+    A head of 96 is 64 and 32, one of 112 is 128. Over several tiles side by side there is one part
+    per tile: 160 over three tiles is 64, 64 and 32.
     """
-    columns = -(-int(head_size) // 16) * 16  # a product takes sixteen at a time
+    columns = -(-int(head_size) // 16) * 16  # K of wgmma is 16
     if int(tiles) > 1:
         rest = columns - 64 * (int(tiles) - 1)
         return (64,) * (int(tiles) - 1) + (1 << (rest - 1).bit_length(),)
@@ -25,25 +25,25 @@ def _parts(head_size, tiles=1):
 
 @gluon.constexpr_function
 def num_parts(head_size, tiles=1):
-    """How many products take a head's columns: 1 or 2, or as many as there are tiles."""
+    """The number of parts of a head's columns: 1 or 2, or one per tile."""
     return len(_parts(head_size, tiles))
 
 
 @gluon.constexpr_function
 def part_size(head_size, part, tiles=1):
-    """The columns of a part."""
+    """The number of columns of a part."""
     return _parts(head_size, tiles)[int(part)]
 
 
 @gluon.constexpr_function
 def part_start(head_size, part, tiles=1):
-    """The columns before a part."""
+    """The first column of a part."""
     return sum(_parts(head_size, tiles)[: int(part)])
 
 
 @gluon.jit
 def part_of(tile, HEAD_SIZE: gl.constexpr, PART: gl.constexpr, TILES: gl.constexpr = 1):
-    """The columns of a part of a tile in shared memory; ``tile`` is the part's of ``TILES``."""
+    """A part's columns of ``tile`` in shared memory; of several ``TILES``, the part's own tile."""
     SIZE: gl.constexpr = part_size(HEAD_SIZE, PART, TILES)
     START: gl.constexpr = part_start(HEAD_SIZE, PART) if TILES == 1 else 0
     if tile.shape[1] > SIZE:
@@ -53,13 +53,13 @@ def part_of(tile, HEAD_SIZE: gl.constexpr, PART: gl.constexpr, TILES: gl.constex
 
 @gluon.constexpr_function
 def product_layout(columns, warps=4):
-    """How threads hold scores, or anything that a product makes."""
+    """The accumulator layout of ``wgmma``."""
     return gl.NVMMADistributedLayout([3, 0], [int(warps), 1], [16, int(columns), 16])
 
 
 @gluon.constexpr_function
 def wide_rows(width, warps=4):
-    """As the accumulators, but a thread has 4 neighbours and a quad 16, a whole sector."""
+    """Like the accumulator layout, but a quad of threads holds 16 neighbours, a 32-byte sector."""
     columns = [[0, 1 << i] for i in range(int(width).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[*columns[:2], [8, 0], *columns[4:]],

@@ -1,9 +1,8 @@
-"""The loading warps of attention on Hopper: which tiles, and their copies into the rings.
+"""The loading warps of attention on Hopper: they find tiles and copy them into the rings.
 
 One warp finds the tiles of queries, writes each tile's metadata for the computing warpgroups, and
-loads queries and keys; another finds the same tiles and loads values. Copies are made by the tensor
-memory accelerator (TMA), which needs a descriptor and coordinates, and no registers; where boxes
-would be small, rows are copied by two warps each instead of one (``gather``).
+loads queries and keys; another finds the same tiles and loads values. Copies are made by TMA, or if
+boxes would be small row by row, by two warps each instead of one (``gather``).
 """
 
 from triton.experimental import gluon
@@ -26,22 +25,22 @@ from .schedule import (
 from .splits import cut_range, find_in_waves, find_split
 
 ROWS = gl.constexpr(64)  # of a warpgroup
-COLUMNS = gl.constexpr(64)  # of an atom: what a swizzled row of 128 bytes holds
+COLUMNS = gl.constexpr(64)  # of a swizzled atom: 128 bytes
 
 # Fields of a tile's metadata. Keys count from the first of its rightmost tile.
 NUM_TILES = gl.constexpr(0)  # of keys; 0: there is no more work
-NUM_RIGHT = gl.constexpr(1)  # that need a mask, beside the rightmost
-NUM_FULL = gl.constexpr(2)  # that need none
+NUM_RIGHT = gl.constexpr(1)  # masked tiles after the rightmost
+NUM_FULL = gl.constexpr(2)  # tiles that need no mask
 CAUSAL_LIMIT = gl.constexpr(3)  # the first token's own key
-NUM_KEYS = gl.constexpr(4)  # number of keys
+NUM_KEYS = gl.constexpr(4)  # keys from the rightmost tile's first on
 TOKEN = gl.constexpr(5)  # the first token's row in q
 NUM_TOKENS = gl.constexpr(6)  # from there to the sequence's end
 HEAD = gl.constexpr(7)
 RECORD = gl.constexpr(8)  # where the tile's list begins, if SPARSE
-SPLIT = gl.constexpr(9)  # which split of the tile, if it SPLITS
-COUNT = gl.constexpr(10)  # how many splits the tile has
-SLOT = gl.constexpr(11)  # where the first split's result is kept
-K_SCALE = gl.constexpr(12)  # bits of the scales, of a head
+SPLIT = gl.constexpr(9)  # index of the split, if SPLITS
+COUNT = gl.constexpr(10)  # number of the tile's splits
+SLOT = gl.constexpr(11)  # scratch slot of the first split
+K_SCALE = gl.constexpr(12)  # bits of the head's scales
 V_SCALE = gl.constexpr(13)
 
 
@@ -66,19 +65,19 @@ class KernelConfig:
     STAGED: gl.constexpr
     PINGPONG: gl.constexpr
     SPARSE: gl.constexpr  # tiles of keys are those on a list
-    SPLITS: gl.constexpr  # programs may share a tile's keys
-    KEY_TILES: gl.constexpr  # side by side, of COLUMNS each, that hold a key if not 1
-    DRAWS: gl.constexpr  # programs draw tiles from a queue that they share
-    EARLY: gl.constexpr  # each warpgroup gives up its queries after their last product with keys
+    SPLITS: gl.constexpr  # programs may split a tile's keys
+    KEY_TILES: gl.constexpr  # tiles of COLUMNS columns that hold a key's columns, if not 1
+    DRAWS: gl.constexpr  # programs draw tiles from a shared queue
+    EARLY: gl.constexpr  # a warpgroup releases its queries after their last product with keys
     PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
-    SCALES: gl.constexpr  # of caches of 8 bits, one for each "head" or "token"; or "none"
-    HOLDS_Q: gl.constexpr  # warpgroups hold their queries in registers; then queries are EARLY
-    BOUNDED: gl.constexpr  # scores lie in a range that the values' type can hold weights of
+    SCALES: gl.constexpr  # scales of 8-bit caches, per "head" or "token"; or "none"
+    HOLDS_Q: gl.constexpr  # warpgroups hold their queries in registers; requires EARLY
+    BOUNDED: gl.constexpr  # scores are bounded, so that weights need no maximum: see ``softmax``
 
 
 @gluon.jit
 def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
-    """A numbered tile, and whether there is one."""
+    """Find tile ``number``, and whether it exists."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
     known = number if config.DRAWS else gl.minimum(number, num_tiles - 1)
@@ -114,7 +113,7 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
 
 @gluon.jit
 def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config):
-    """Find tiles of queries, write their metadata, load them and their keys."""
+    """Find tiles of queries, write their metadata, and load them and their keys."""
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     tile_use = 0
     use = 0
@@ -153,9 +152,9 @@ def _load_work(
     q_desc, k, batch, schedule, queue, count, num_numbers, number, metadata, q_ring, k_ring,
     tile_use, use, config,
 ):  # fmt: skip
-    """Load a numbered tile's queries and keys, if it exists, and draw the next number meanwhile.
+    """Load tile ``number``'s queries and keys, if it exists, and draw the next number meanwhile.
 
-    Returns the rings' next uses, and the number.
+    Returns the rings' next uses, and the drawn number.
     """
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
@@ -186,7 +185,7 @@ def _load_work(
         if config.SCALES == "head":
             k_scale, v_scale = k[1][0].bits(keys[4])
         FIRST: gl.constexpr = config.EARLY and not config.GATHER and not config.SPARSE
-        if FIRST:  # while the queries before are still in use
+        if FIRST:  # load the first keys while the previous queries are still in use
             use = _load_tiles(k, k_ring, use, end - 1, end, keys, config.HEAD_SIZE, config)
             end -= 1
         if not config.EARLY:
@@ -211,7 +210,7 @@ def _load_work(
         _loader_barrier(config)
         _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
         tile_use += 1
-        # While the ring of keys is full, the counter's latency costs nothing.
+        # Here the ring of keys is full, so the latency of the atomic is hidden.
         next_number = _draw_next(queue, count, num_numbers, config)
         if config.SPARSE:
             listed = batch.tile_lists.lists + record
@@ -225,7 +224,7 @@ def _load_work(
 
 @gluon.jit
 def _draw_next(queue, count, num_numbers, config):
-    """Draw a number and hand it to the warp of the values."""
+    """Draw a number and pass it to the warp that loads values."""
     number = 0
     if config.DRAWS:
         number = queue.draw(num_numbers)
@@ -235,7 +234,7 @@ def _draw_next(queue, count, num_numbers, config):
 
 @gluon.jit
 def _loader_barrier(config):
-    """Join the two warps of a gathering role: both have written before one of them signals it."""
+    """Synchronise the two warps of a gathering role before one of them signals."""
     if config.GATHER:
         barrier()
 
@@ -262,7 +261,7 @@ def load_values_role(v, batch, schedule, queue, v_ring, config):
 
 @gluon.jit
 def _load_values(v, batch, schedule, number, v_ring, use, config):
-    """Load a numbered tile's values, if it exists; returns the ring's next use."""
+    """Load tile ``number``'s values, if it exists; returns the ring's next use."""
     TILE_N: gl.constexpr = v_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
     exists, _, query_len, token, _, keys, record, place = _find_work(
@@ -286,7 +285,7 @@ def _load_values(v, batch, schedule, number, v_ring, use, config):
 
 @gluon.jit
 def _load_queries(desc, ring, use, token, head, config):
-    """Load queries of all warpgroups, or as each of them gives up those before."""
+    """Load all warpgroups' queries; if ``EARLY``, each one's as it releases the previous ones."""
     if config.EARLY:
         BYTES: gl.constexpr = config.KEY_TILES * ROWS * ring.tiles.shape[2] * 2
         for w in gl.static_range(config.WARPGROUPS):
@@ -337,7 +336,7 @@ def _load_listed(source, ring, use, listed, keys, config):
     TILE_N: gl.constexpr = ring.tiles.shape[1]
     count = gl.load(listed + 1) + gl.load(listed + 2)
     for i in range(gl.maximum(count, 1)):
-        # With an empty list, a tile out of bounds: zeros.
+        # With an empty list, load a tile out of bounds: zeros.
         key = gl.where(count > 0, gl.load(listed + LIST_FIELDS + i) * TILE_N, OUT_OF_BOUNDS)
         _load_tile(source, ring, use, key, keys, config)
         use += 1
@@ -346,7 +345,7 @@ def _load_listed(source, ring, use, listed, keys, config):
 
 @gluon.jit
 def _load_tile(desc, ring, use, key, keys, config):
-    """Start the copies of a tile of keys or values, in boxes; past the end it gets zeros."""
+    """Start the TMA copies of a tile of keys or values, in boxes; past the end it is zeros."""
     BOXES: gl.constexpr = ring.tiles.shape[1] // config.BOX
     rows = _find_rows(keys, key, BOXES, config)  # while the slot is still in use
     ring.barriers.wait_empty(0, use)
@@ -379,7 +378,7 @@ def _load_box(desc, tile, INDEX: gl.constexpr, kv_head, row, COLUMN: gl.constexp
 
 @gluon.jit
 def _find_rows(keys, key, COUNT: gl.constexpr, config):
-    """First rows of neighbouring boxes, in rows or groups of eight; past the end out of bounds."""
+    """First rows of a tile's boxes, in rows or groups of eight; past the end out of bounds."""
     table, k_start, seq_len, block_rows, _ = keys
     GROUP: gl.constexpr = 8 if config.ATOMS else 1
     rows = ()

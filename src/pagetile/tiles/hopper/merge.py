@@ -1,11 +1,11 @@
-"""Partial results of a tile whose keys were divided: the last program to arrive merges them.
+"""Merge the splits of a tile's keys: the last program to arrive merges all partial results.
 
 ::
 
     m = max mᵢ        l = Σ lᵢ 2 ** (mᵢ - m)        acc = Σ accᵢ 2 ** (mᵢ - m)
 
-in the order of the keys, so the same splits give the same bits whichever arrives last. Each
-warpgroup stores, counts and merges the results of its own rows.
+in the order of the keys, so the bits do not depend on which program arrives last. Each warpgroup
+stores, counts and merges the results of its own rows.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def finish_split(
     out, staged, lse, sinks, num_heads, token_stride, head_stride, first, num_tokens, head, acc,
     m, l, place, schedule, V_WIDTH: gl.constexpr, config, WG: gl.constexpr,
 ):  # fmt: skip
-    """Finish a tile with all its keys, or store a split's result and merge if all are there."""
+    """Write a tile with all its keys; otherwise store the split, and merge if it is the last."""
     split, count, slot = place
     if count == 1:
         finish(
@@ -31,7 +31,7 @@ def finish_split(
         )  # fmt: skip
     else:
         _store_split(acc, m, l, slot + split, schedule, V_WIDTH, config, WG)
-        barrier()  # every thread's stores come before the one thread's count
+        barrier()  # all threads have stored before one of them counts
         arrivals = schedule.arrivals + slot * config.WARPGROUPS + WG
         arrived = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
         if arrived == count - 1:
@@ -46,7 +46,7 @@ def finish_split(
 
 @gluon.jit
 def _store_split(acc, m, l, slot, schedule, V_WIDTH: gl.constexpr, config, WG: gl.constexpr):
-    """Keep a warpgroup's sums of some keys."""
+    """Store a warpgroup's sums over a split."""
     place = slot * config.WARPGROUPS + WG
     row = gl.arange(0, ROWS, m.type.layout)
     gl.store(schedule.sums + place * (2 * ROWS) + row, m)
@@ -68,7 +68,7 @@ def _add_split(
     state, schedule, slot, exists, START: gl.constexpr, V_WIDTH: gl.constexpr, config,
     WG: gl.constexpr,
 ):  # fmt: skip
-    """Add some columns of a split's sums, if there is such a split."""
+    """Merge 64 columns of a split into ``state``, if the split exists."""
     m, l, acc = state
     LAYOUT: gl.constexpr = wide_rows(COLUMNS)
     place = slot * config.WARPGROUPS + WG
@@ -76,12 +76,12 @@ def _add_split(
     column = START + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     sums = schedule.sums + place * (2 * ROWS) + row
     at = (place * ROWS + row[:, None]) * V_WIDTH + column[None, :]
-    # .cg: from the second-level cache, where the stores of other programs are.
-    there = gl.full([ROWS], exists, gl.int1, gl.SliceLayout(1, LAYOUT))
-    split_m = gl.load(sums, there, other=float("-inf"), cache_modifier=".cg")
-    split_l = gl.load(sums + ROWS, there, other=0.0, cache_modifier=".cg")
-    there = gl.full([ROWS, COLUMNS], exists, gl.int1, LAYOUT)
-    split_acc = gl.load(schedule.accs + at, there, other=0.0, cache_modifier=".cg")
+    # .cg: load from L2, where other programs' stores are; L1 may be stale.
+    mask = gl.full([ROWS], exists, gl.int1, gl.SliceLayout(1, LAYOUT))
+    split_m = gl.load(sums, mask, other=float("-inf"), cache_modifier=".cg")
+    split_l = gl.load(sums + ROWS, mask, other=0.0, cache_modifier=".cg")
+    mask = gl.full([ROWS, COLUMNS], exists, gl.int1, LAYOUT)
+    split_acc = gl.load(schedule.accs + at, mask, other=0.0, cache_modifier=".cg")
     new_m = gl.maximum(m, split_m)
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
     decay, weight = gl.exp2(m - pivot), gl.exp2(split_m - pivot)
@@ -96,7 +96,7 @@ def _merge_columns(
 ):  # fmt: skip
     """Merge 64 columns of all splits of a tile, and write them."""
     LAYOUT: gl.constexpr = wide_rows(COLUMNS)
-    AT_ONCE: gl.constexpr = 2  # splits that are being loaded
+    AT_ONCE: gl.constexpr = 2  # splits whose loads are in flight
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, LAYOUT)

@@ -1,11 +1,11 @@
-"""Packed 8-bit values, converted exactly to float16 or bfloat16, four in a register."""
+"""Convert packed 8-bit values, four per register, exactly to float16 or bfloat16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SIGNS = gl.constexpr(-0x7F7F7F80)  # the signs of a word's four values, as an int32
 
-# A register holds four 8-bit values: bytes 0 and 2 are even columns, 1 and 3 odd ones.
+# Even columns (bytes 0 and 2 of a register) and odd columns (bytes 1 and 3) to a register each.
 _E4M3 = gl.constexpr("""{
     .reg .b32 t; .reg .b16 h;
     prmt.b32 t, $2, 0, 0x4420; cvt.u16.u32 h, t; cvt.rn.f16x2.e4m3x2 $0, h;
@@ -26,7 +26,7 @@ _INT8 = gl.constexpr("""{
     prmt.b32 u, t, bias, 0x4341; sub.f16x2 $1, u, offset;
 }""")
 
-# The same for neighbours: bytes 0 and 1, and 2 and 3.
+# Neighbours (bytes 0 and 1, and bytes 2 and 3) to a register each.
 _E4M3_WIDE = gl.constexpr("""{
     .reg .b16 h, i;
     mov.b32 {h, i}, $2; cvt.rn.f16x2.e4m3x2 $0, h; cvt.rn.f16x2.e4m3x2 $1, i;
@@ -52,9 +52,9 @@ def _convert(pairs, asm: gl.constexpr):
 
 @gluon.jit
 def widen_packed(pairs, FORMAT: gl.constexpr):
-    """From int16 pairs of 8-bit values to float16, of the first and the second pair of columns.
+    """Convert int16 pairs of 8-bit values to float16: the first and the second pair of columns.
 
-    For rows in memory order: a thread's two pairs are four neighbouring columns of one row.
+    For rows in memory order: a thread's two pairs are four neighbouring columns of a row.
     """
     asm: gl.constexpr = (
         _E4M3_WIDE if FORMAT == "e4m3" else _E5M2_WIDE if FORMAT == "e5m2" else _INT8_WIDE
@@ -64,13 +64,13 @@ def widen_packed(pairs, FORMAT: gl.constexpr):
 
 @gluon.jit
 def split_packed(pairs, FORMAT: gl.constexpr):
-    """From int16 pairs of 8-bit values to float16, of the even and of the odd columns."""
+    """Convert int16 pairs of 8-bit values to float16: the even and the odd columns."""
     asm: gl.constexpr = _E4M3 if FORMAT == "e4m3" else _E5M2 if FORMAT == "e5m2" else _INT8
     return _convert(pairs, asm)
 
 
-# Words of four values in $2 to pairs of float16 in p and q. Values change their signs where SIGNS,
-# which is $3 or 0, has bits.
+# Words of four values in $2 to pairs of float16 in p and q. SIGNS, $3 or 0, has the sign bits to
+# flip.
 _TO_F16 = {
     "e4m3": """
         .reg .b16 h, i;
@@ -89,8 +89,8 @@ _TO_F16 = {
         prmt.b32 q, w, bias, 0x4342; sub.f16x2 q, q, offset;
     """,
 }
-# An int8 is a sum of its lower seven bits and of -128: 0x4300 | low is the bfloat16 128 + low, and
-# 0x4300 | sign is 128 or 256.
+# An int8 is its low seven bits minus 128 if the sign bit is set. 0x4300 | low is the bfloat16
+# 128 + low, and 0x4300 | sign is 128 or 256: subtract the two.
 _INT8_TO_BF16 = """{
     .reg .b32 p, q, s, bias;
     xor.b32 bias, $3, 0x43434343;
@@ -101,7 +101,7 @@ _INT8_TO_BF16 = """{
 
 
 def _by_float32(form: str, kind: str, signs: str, factor: str = "") -> str:
-    """Words to pairs of another type by way of float32, where they are multiplied."""
+    """PTX that converts words to pairs of ``kind`` through float32, multiplied by ``factor``."""
     body = "{ .reg .b32 w, p, q; .reg .b16 a, b; .reg .f32 e, f;"
     body += _TO_F16[form].replace("SIGNS", signs)
     for pair, out in (("p", "$0"), ("q", "$1")):
@@ -145,7 +145,7 @@ def _scaled(form, is_bf16):
 
 @gluon.jit
 def scale_words(words, scale, FORMAT: gl.constexpr, dtype: gl.constexpr):
-    """As ``widen_words``, of values times float32 scales, which broadcast; rounded to ``dtype``."""
+    """Like ``widen_words``, times float32 scales, which broadcast; rounded to ``dtype``."""
     asm: gl.constexpr = _scaled(FORMAT, dtype == gl.bfloat16)
     first, second = gl.inline_asm_elementwise(
         asm, "=&r,=&r,r,f", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -155,10 +155,10 @@ def scale_words(words, scale, FORMAT: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def widen_words(words, signs, FORMAT: gl.constexpr, dtype: gl.constexpr):
-    """From int32 words of four 8-bit values to float16 or bfloat16, in memory order.
+    """Convert int32 words of four 8-bit values to float16 or bfloat16, in memory order.
 
-    Returns int32 pairs of numbers, twice as many columns as ``words`` has. Where ``signs`` is
-    ``SIGNS`` instead of 0, the numbers' negatives. Infinities and NaN stay what they are.
+    Returns int32 pairs of 16-bit elements, in twice as many columns as ``words``. Where ``signs``
+    is ``SIGNS`` instead of 0, values are negated. Infinities and NaN are kept.
     """
     asm: gl.constexpr = _widened(FORMAT, dtype == gl.bfloat16)
     first, second = gl.inline_asm_elementwise(

@@ -1,13 +1,13 @@
-"""Rings of tiles in shared memory, between a warp that fills them and warpgroups that use them.
+"""Rings of tiles in shared memory, between a producer warp and consumer warpgroups.
 
-The producer waits until a slot is *empty* and starts copies into it; the last byte to arrive makes
-it *full*. Every consumer waits for that, reads, and releases the slot::
+The producer waits until a slot is *empty* and starts copies into it; when all bytes have arrived it
+is *full*. Every consumer waits for that, reads, and releases the slot::
 
             wait empty ─ copies ─▶ full
     slot        ▲                    │
                 └── release (×C) ◀───┘ wait full
 
-Use number ``n`` of a ring of ``S`` slots is slot ``n % S`` for the ``n // S``-th time.
+Use number ``n`` of a ring of ``S`` slots takes slot ``n % S`` for the ``n // S``-th time.
 """
 
 from triton.experimental import gluon
@@ -19,10 +19,10 @@ from .record import record
 
 @gluon.constexpr_function
 def _atoms(rows, columns):
-    """A tile of swizzled atoms of 8 rows × 64 columns, atoms of the same rows side by side.
+    """Layout of a tile of swizzled atoms of 8 rows × 64 columns, row of atoms after row of atoms.
 
-    A page's part of a tile is then one stretch of memory, and one copy fills it, whatever the
-    number of columns. Where columns come first, it takes a copy for every 64 of them.
+    A page's rows are then contiguous in shared memory, and a single TMA copy fills them. With
+    atoms in column order it takes a copy for every 64 columns.
     """
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
     bases += [[0, 64 << i] for i in range((int(columns) // 64).bit_length() - 1)]
@@ -45,19 +45,19 @@ class PipelineBarriers:
 
     @gluon.jit
     def wait_empty(self, stream, use):
-        """Wait until all consumers have released the slot's last use; the first need not wait."""
+        """Wait until all consumers have released the slot's previous use, if there was one."""
         mbarrier.wait(self.empty.index(self.slot(stream, use)), (use // self.STAGES & 1) ^ 1)
 
     @gluon.jit
     def expect(self, stream, use, BYTES: gl.constexpr):
-        """Announce the bytes of copies; returns the barrier that the copies signal."""
+        """Expect the bytes of copies; returns the barrier that the copies signal."""
         ready = self.full.index(self.slot(stream, use))
         mbarrier.expect(ready, BYTES)
         return ready
 
     @gluon.jit
     def fill(self, stream, use):
-        """Signal that this producer's part is in the slot, without copies."""
+        """Signal that this producer has filled its part of the slot without TMA."""
         mbarrier.arrive(self.full.index(self.slot(stream, use)))
 
     @gluon.jit
@@ -67,17 +67,17 @@ class PipelineBarriers:
 
     @gluon.jit
     def release(self, stream, use):
-        """Signal that this consumer has read the use; the compiler joins its warps first."""
+        """Signal that this consumer has read the use; Gluon synchronises its warps first."""
         mbarrier.arrive(self.empty.index(self.slot(stream, use)))
 
     @gluon.jit
     def release_if(self, stream, use, is_read):
-        """Release a use if this consumer has read it; without a branch."""
+        """Release a use if ``is_read``; without a branch."""
         mbarrier.arrive(self.empty.index(self.slot(stream, use)), pred=is_read)
 
     @gluon.jit
     def release_last(self, stream, use):
-        """Release the use before this one, if there was any; without a branch."""
+        """Release the previous use, if there was one; without a branch."""
         last = self.slot(stream, use + self.STAGES - 1)
         mbarrier.arrive(self.empty.index(last), pred=use > 0)
 
@@ -86,7 +86,7 @@ class PipelineBarriers:
 def make_barriers(
     STREAMS: gl.constexpr, STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Barriers of slots that are all empty."""
+    """Make the barriers of slots that are all empty."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STREAMS * STAGES, 1], BARRIER)
@@ -106,12 +106,12 @@ class Ring:
 
     @gluon.jit
     def tile(self, use, PART: gl.constexpr):
-        """The memory of one tile of a use."""
+        """One tile of a use, in shared memory."""
         return self.tiles.index(self.barriers.slot(0, use) * self.PARTS + PART)
 
     @gluon.jit
     def operand(self, use, ATOMS: gl.constexpr):
-        """A use's tile as products take it."""
+        """A use's tile as an operand of ``wgmma``."""
         tile = self.tile(use, 0)
         if ATOMS:
             ROWS: gl.constexpr = tile.shape[0]
@@ -121,7 +121,7 @@ class Ring:
 
     @gluon.jit
     def expect(self, use):
-        """Announce a whole slot's bytes; returns the barrier that their copies signal."""
+        """Expect a whole slot's bytes; returns the barrier that the copies signal."""
         NUMBERS: gl.constexpr = self.PARTS * self.tiles.shape[1] * self.tiles.shape[2]
         return self.barriers.expect(0, use, NUMBERS * self.tiles.dtype.primitive_bitwidth // 8)
 
@@ -136,7 +136,7 @@ def make_ring(
     CONSUMERS: gl.constexpr,
     STREAMS: gl.constexpr = 1,
 ):
-    """A ring whose slots are all empty; of several ``STREAMS``, each has a share of the parts."""
+    """Make an empty ring; each of several ``STREAMS`` has its own barriers and share of parts."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     tiles = gl.allocate_shared_memory(dtype, [STAGES * PARTS, ROWS, COLUMNS], LAYOUT)
     return Ring(tiles, make_barriers(STREAMS, STAGES, 1, CONSUMERS), PARTS)

@@ -1,4 +1,4 @@
-"""Warps of a program in roles: streams of warps that compute, and others that load for them."""
+"""Warp specialisation: streams of computing warps, and loading warps."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def specialise(
     compute: Any, work: Any, streams: Any, warps: Any, registers: Any, loads: Any,
     load_warps: Any, load_registers: Any, _semantic: Any = None, _generator: Any = None,
 ) -> Any:  # fmt: skip
-    """Run ``compute(*work, StreamIndex)`` in streams, and each ``role(*args)`` of ``loads`` beside.
+    """Run ``compute(*work, StreamIndex)`` in streams, and each ``role(*args)`` of ``loads``.
 
     A builtin, since Gluon cannot make a list of functions whose length is a constant. Warps and
     registers of a thread are those of each stream, and of each role of ``loads``; the first stream

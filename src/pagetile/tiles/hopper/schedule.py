@@ -1,16 +1,16 @@
-"""The persistent schedule: which tile of queries a program takes next, and which keys it needs.
+"""The persistent schedule: which tile of queries a program computes next, and which keys it needs.
 
-A program takes its first tile by its own number and draws every further one: it adds 1 to a counter
-that all programs share. So programs end together, and stay at neighbouring tiles, which share keys
-in the second-level cache. Pairs of sequence and head come in *sections*, two or three tiles for
-each program; in a section the longest tiles come first::
+A program's first tile is its program id, and it draws every further one by an atomic counter. So
+programs end together, and work on neighbouring tiles, which share keys in L2. Pairs of sequence and
+head are grouped in *sections* of two or three tiles per program; in a section the longest tiles
+come first::
 
     numbers   0 ...                                                    ... num_tiles - 1
               tiles 9 of pairs 0 to 2, tiles 8, ..., tiles 0 │ tiles 9 of pairs 3 to 5, ...
 
-Of unequal lengths, the sequence with the most keys comes first, its heads in such sections. That
-takes a lane for each sequence. Programs take tiles of more sequences in turns instead, in
-alternating order (boustrophedon).
+With unequal lengths, sequences with more keys come first, and each one's heads are grouped in such
+sections. That takes a lane for each sequence. With more sequences than lanes, tiles are assigned
+round-robin instead, in alternating direction.
 """
 
 from triton.experimental import gluon
@@ -21,16 +21,16 @@ from .record import record
 from .ring import PipelineBarriers, make_barriers
 
 _MOST_DRAWN_SEQS = gl.constexpr(MOST_DRAWN_SEQS)
-LIST_FIELDS = gl.constexpr(4)  # numbers of a record before its tiles
+LIST_FIELDS = gl.constexpr(4)  # header words of a record
 OUT_OF_BOUNDS = gl.constexpr(1 << 30)  # a key that no tensor has
 
 
 @record
 class TileLists:
-    """Records of the tiles of keys that block-sparse attention visits, one a tile of queries.
+    """Lists of the tiles of keys that block-sparse attention visits: a record per tile of queries.
 
-    A record is of int32: the tile of queries, how many partial and full tiles of keys, 0, and these
-    tiles. Those of a head are sorted by their length, the longest first.
+    A record is int32: the tile of queries, the numbers of partial and full tiles of keys, 0, and
+    these tiles. A head's records are sorted by length, the longest first.
     """
 
     lists: gl.tensor  # pointer to [num_seqs or 1, num_heads or 1, seq_tiles, pitch]
@@ -40,7 +40,7 @@ class TileLists:
 
     @gluon.jit
     def find(self, seq, head, rank):
-        """Where the record of a rank begins."""
+        """The offset of a head's record number ``rank``."""
         return (seq * self.seq_stride + head * self.head_stride + rank) * self.pitch
 
 
@@ -55,17 +55,17 @@ class Batch:
     num_seqs: gl.tensor
     block_rows: gl.tensor  # rows of the cache, or groups of eight, from one block to the next
     num_tiles: gl.tensor
-    seq_tiles: gl.tensor  # tiles of a sequence; of a batch of unequal ones, tiles of all
-    num_heads: gl.tensor  # head groups: tiles beside each other that take the same tokens
+    seq_tiles: gl.tensor  # tiles of a sequence if all have one length, else tiles of the batch
+    num_heads: gl.tensor  # groups of PACK query heads
     group: gl.tensor  # query heads that share a KV head
-    short: gl.tensor  # sequences with up to so many queries are another kernel's
+    short: gl.tensor  # sequences with up to this many queries are left to another kernel
     window: gl.tensor
     tile_lists: TileLists
 
 
 @gluon.jit
 def tile_of_iteration(iteration):
-    """The number of this program's tile in an iteration; from ``num_tiles`` on there is none."""
+    """The number of this program's tile in an iteration, which may be past the last."""
     width = gl.num_programs(0)
     place = gl.program_id(0)
     if iteration % 2 == 1:
@@ -75,23 +75,23 @@ def tile_of_iteration(iteration):
 
 @record
 class TileQueue:
-    """The numbers of a program's tiles, from the warp that draws them to the one of the values."""
+    """A queue of a program's tile numbers, from the warp that draws them to the one of values."""
 
-    drawn: gl.tensor  # pointer to int32 0: tiles drawn beyond each program's first; left as 0
+    drawn: gl.tensor  # pointer to an int32 counter of drawn tiles; 0 before and after the launch
     numbers: gl.shared_memory_descriptor  # [2, 1] int32
     barriers: PipelineBarriers
 
     @gluon.jit
     def draw(self, num_tiles):
-        """The next tile that no program has taken; from ``num_tiles`` on there is none."""
+        """Draw the next tile number, which may be past the last."""
         drawn = gl.atomic_add(self.drawn, 1, sem="relaxed", scope="gpu")
-        # Every program draws once for each of its tiles, so this is the launch's last draw.
+        # Every program draws once for each of its tiles, so this is the last draw: reset.
         gl.store(self.drawn, 0, drawn == num_tiles - 1)
         return drawn + gl.num_programs(0)
 
     @gluon.jit
     def push(self, use, number):
-        """Hand a number over."""
+        """Push a number."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.barriers.wait_empty(0, use)
         field = self.numbers.index(self.barriers.slot(0, use))
@@ -100,7 +100,7 @@ class TileQueue:
 
     @gluon.jit
     def pop(self, use):
-        """Take the next number over."""
+        """Pop the next number."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.barriers.wait_full(0, use)
         number = gl.max(self.numbers.index(self.barriers.slot(0, use)).load(LAYOUT), 0)
@@ -110,7 +110,7 @@ class TileQueue:
 
 @gluon.jit
 def make_tile_queue(drawn):
-    """An empty queue; ``drawn`` points to a 0 that all programs share."""
+    """Make an empty queue; ``drawn`` points to a 0 that all programs share."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
     return TileQueue(drawn, numbers, make_barriers(1, 2, 1, 1))
@@ -123,7 +123,7 @@ def _add(a, b):
 
 @gluon.jit
 def find_tile(batch, number, TOKENS: gl.constexpr, config):
-    """Sequence, first token in it, and head of a tile; the token may lie past the end."""
+    """Sequence, first token in it, and head of a tile; the token may be past the end."""
     if config.UNIFORM:
         pair, tile = _place_in_sections(
             batch.num_tiles - 1 - number, batch.seq_tiles, batch.num_seqs * batch.num_heads
@@ -132,7 +132,7 @@ def find_tile(batch, number, TOKENS: gl.constexpr, config):
     elif config.DRAWS:
         seq, tile, head = _find_in_longest(batch, number, TOKENS, config)
     else:
-        # Sequence i starts at tile cu_seqlens_q[i] // TOKENS + i, which leaves room for all.
+        # Sequence i is given tiles from cu_seqlens_q[i] // TOKENS + i on, which suffices for all.
         tile = batch.seq_tiles - 1 - number // batch.num_heads
         head = number % batch.num_heads
         seq = 0
@@ -149,10 +149,10 @@ def find_tile(batch, number, TOKENS: gl.constexpr, config):
 
 @gluon.jit
 def _place_in_sections(rest, num_tiles, num_pairs):
-    """Pair and tile of the number ``rest``, counted from the last, of pairs of equal length.
+    """Pair and tile of number ``rest``, counted from the last, for pairs of equal length.
 
-    A section has two tiles for each program, or three where there are so few tiles that the last
-    section's long ones would end late.
+    A section has two tiles per program, or three if there are so few tiles that the long ones of a
+    last section would end late.
     """
     programs = gl.num_programs(0)
     at_once = gl.where(num_pairs * num_tiles <= 6 * programs, 3, 2)
@@ -166,7 +166,7 @@ def _place_in_sections(rest, num_tiles, num_pairs):
 
 @gluon.jit
 def count_seq_tiles(batch, TOKENS: gl.constexpr):
-    """Each sequence's number, and its tiles; of up to ``MOST_DRAWN_SEQS`` sequences."""
+    """The index and number of tiles of each of up to ``MOST_DRAWN_SEQS`` sequences."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seq = gl.arange(0, _MOST_DRAWN_SEQS, FLAT)
     exists = seq < batch.num_seqs
@@ -177,7 +177,7 @@ def count_seq_tiles(batch, TOKENS: gl.constexpr):
 
 @gluon.jit
 def count_tiles(batch, TOKENS: gl.constexpr, config):
-    """Tiles of all sequences and heads."""
+    """The number of tiles of all sequences and heads."""
     if config.UNIFORM:
         num_tiles = batch.num_tiles
     else:
@@ -188,7 +188,7 @@ def count_tiles(batch, TOKENS: gl.constexpr, config):
 
 @gluon.jit
 def _find_in_longest(batch, number, TOKENS: gl.constexpr, config):
-    """Sequence, tile and head of a number, sequences with the most keys first."""
+    """Sequence, tile and head of a tile number, with the longest sequences first."""
     seq, num_tiles = count_seq_tiles(batch, TOKENS)
     num_tiles *= batch.num_heads
     exists = seq < batch.num_seqs
@@ -222,10 +222,10 @@ def key_tiles(
     CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):
-    """Tiles of keys for tokens from ``position`` on; they are visited from right to left.
+    """Tiles of keys for a tile of queries from ``position`` on; they are visited right to left.
 
-    Returns ``begin``, ``full_begin``, ``full_end``, ``end``: tiles from ``full_begin`` on and
-    before ``full_end`` need no mask. There is at least one tile, and the last is not among them.
+    Returns ``begin``, ``full_begin``, ``full_end``, ``end``: tiles ``full_begin`` to ``full_end``
+    need no mask. There is at least one tile, and the last one counts as masked.
     """
     begin = 0
     end = seq_len
@@ -246,10 +246,11 @@ def key_tiles(
 
 @gluon.jit
 def listed_tiles(record, seq_len, TILE_N: gl.constexpr):
-    """Of a record's tiles: how many, how many after the first need a mask and how many do not.
+    """Return ``(num_tiles, num_right, num_full, origin, num_keys)`` of a record.
 
-    Then the first key of the first tile, and how many keys exist from there on: none if the list is
-    empty, in which case a tile out of bounds is visited.
+    ``num_right`` tiles after the first need a mask, and then ``num_full`` need none. ``origin`` is
+    the first key of the first tile, and ``num_keys`` exist from there on: 0 if the list is empty,
+    in which case one tile out of bounds is visited.
     """
     num_partial = gl.load(record + 1)
     num_full = gl.load(record + 2)
@@ -262,7 +263,7 @@ def listed_tiles(record, seq_len, TILE_N: gl.constexpr):
 
 @record
 class TileMetadata:
-    """Numbers of each tile in shared memory, from the loading warp to the computing warpgroups."""
+    """Each tile's metadata in shared memory, from the loading warp to the computing warpgroups."""
 
     fields: gl.shared_memory_descriptor  # [STAGES * FIELDS, 1] int32
     STAGES: gl.constexpr
@@ -270,14 +271,14 @@ class TileMetadata:
 
     @gluon.jit
     def write(self, use, FIELD: gl.constexpr, value):
-        """Write one number of a use."""
+        """Write a field of a use."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         field = self.fields.index(use % self.STAGES * self.FIELDS + FIELD)
         field.store(gl.full([1], value, gl.int32, LAYOUT))
 
     @gluon.jit
     def read(self, use, FIELD: gl.constexpr):
-        """Read one number of a use, which must be full."""
+        """Read a field of a use, which must be full."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         return gl.max(self.fields.index(use % self.STAGES * self.FIELDS + FIELD).load(LAYOUT), 0)
 

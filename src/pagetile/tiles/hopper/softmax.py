@@ -10,17 +10,17 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @record
 class Scoring:
-    """The numbers that turn products into scores."""
+    """The parameters that turn products into scores."""
 
     window: gl.tensor
-    scale: gl.tensor  # of products, or under a cap of their hyperbolic tangents; in powers of two
-    inner: gl.tensor  # of products under a cap
+    scale: gl.tensor  # of products, or with a cap of their tanh; times log2(e)
+    inner: gl.tensor  # of products before tanh, with a cap
     slopes: gl.tensor  # pointer to [num_heads] float32
     lists: gl.tensor  # pointer to the lists of tiles, of block-sparse attention
 
     @gluon.jit
     def times(self, factor, HAS_CAP: gl.constexpr):
-        """The same for products that are to be multiplied by a factor first."""
+        """The same for products that have to be multiplied by ``factor``."""
         scale = self.scale
         inner = self.inner
         if HAS_CAP:
@@ -30,11 +30,11 @@ class Scoring:
         return Scoring(self.window, scale, inner, self.slopes, self.lists)
 
 
-# (2 ** x - 1) / (2 ** x + 1) for eight numbers, as they lie in a thread: two columns, the same of
-# the row eight below, then the next columns of both. Four of a row share one reciprocal, that of
-# their product. Two rows may not: one past a sequence's end belongs to the next sequence. From
-# x = 30 on the result is 1 but for rounding, and up to there the product is a number. 0f3F800000 is
-# 1.0, 0fBF800000 -1.0.
+# (2 ** x - 1) / (2 ** x + 1) for eight elements in a thread's order: two columns of a row, the same
+# of the row eight below, then the next two columns of both. Four elements of a row share one
+# reciprocal, of their product; elements of two rows must not, since a row past a sequence's end
+# belongs to the next sequence. x is clamped to 30, where the result is 1 up to rounding and the
+# product does not overflow. 0f3F800000 is 1.0, 0fBF800000 -1.0.
 _TANH = gl.constexpr(
     "{ .reg .f32 r, ab, cd, a, b, c, d;"
     + "".join(
@@ -54,17 +54,17 @@ _TANH = gl.constexpr(
     + "}"
 )
 _EIGHT_FROM_EIGHT = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
-# A capped score lies between -cap and cap, so a part of the cap can stand for a row's maximum. With
-# an eighth, weights lie between 2 ** -104 and 2 ** 81 under the largest cap, 64. So bfloat16 holds
-# them, and float32 their sums over 2 ** 20 keys, times values of up to 2 ** 25.
+# A capped score lies between -cap and cap, so a constant can replace a row's maximum. With cap / 8
+# weights lie between 2 ** -104 and 2 ** 81 for the largest cap, 64. So bfloat16 holds them, and
+# float32 their sums over 2 ** 20 keys, times values of up to 2 ** 25.
 PART_OF_CAP = gl.constexpr(1 / 8)
 
 
 @gluon.jit
 def cap(s, inner):
-    """The hyperbolic tangent of products times a factor, to 2.5 * 2 ** -23 and its exponential's.
+    """Compute tanh of products times ``inner``, to 2.5 * 2 ** -23 plus the error of ``ex2.approx``.
 
-    A number's last bit may depend on others of its row, so keys that the row does not see have to
+    An element's last bit may depend on others of its row, so keys that the row does not see must
     be masked before.
 
     ``tanh.approx`` is faster, with an error of 2 ** -11: six times what tests allow.
@@ -77,10 +77,10 @@ def cap(s, inner):
 
 @gluon.jit
 def add_alibi(s, causal_limit, slope):
-    """Add the row's slope times the key's distance from the row's own key, ``causal_limit``."""
+    """Add the row's slope times the key's distance from ``causal_limit``, the row's own key."""
     key = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    # A thread's columns are its lane's first, two bits of it, and constants, which a sum takes as
-    # they are. Converted whole they would fill registers, or the exponentials' unit.
+    # A thread's columns are its lane's two bits plus constants. Converted separately, only the
+    # lane's part takes instructions; conversions of whole columns would use the exponential unit.
     first = (key & 6).to(gl.float32)[None, :] - causal_limit.to(gl.float32)[:, None]
     further = (key & ~6).to(gl.float32)
     return gl.fma(slope[:, None], first + further[None, :], s)
@@ -90,7 +90,7 @@ def add_alibi(s, causal_limit, slope):
 def apply_mask(
     s, causal_limit, window, num_keys, other, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr
 ):
-    """``other`` where a row sees no key: past ``causal_limit``, its own key, or past the end."""
+    """Set scores of invisible keys to ``other``; ``causal_limit`` is each row's own key."""
     N: gl.constexpr = s.shape[1]
     key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
     seen = key <= gl.minimum(causal_limit, num_keys - 1)[:, None] if CAUSAL else key < num_keys
@@ -100,10 +100,10 @@ def apply_mask(
 
 
 @gluon.jit
-def weigh(s, m, l, scale):
-    """Weights of a tile's scores, the factor of earlier sums, and the new maximum and sum."""
+def update_softmax(s, m, l, scale):
+    """Online softmax: a tile's weights, the factor of earlier sums, and the new ``m`` and ``l``."""
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
-    # Where no key was seen yet, -inf - -inf would be no number.
+    # Without keys -inf - -inf would be NaN.
     pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
     p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
     decay = gl.exp2(m - pivot)
@@ -111,23 +111,23 @@ def weigh(s, m, l, scale):
 
 
 @gluon.jit
-def weigh_bounded(s, scale):
-    """Weights of a tile's capped scores, with ``bound_of``'s number for every row's maximum."""
+def bounded_weights(s, scale):
+    """Weights of a tile's capped scores, with a constant for the rows' maximum: ``bound_of``."""
     return gl.exp2(gl.fma(s, scale, -PART_OF_CAP * scale))
 
 
 @gluon.jit
 def bound_of(l, scale):
-    """What stands for the maximum of rows with these sums; -inf where no key was seen."""
+    """The constant that replaces the maximum of rows with sums ``l``; -inf without keys."""
     return gl.where(l == 0.0, float("-inf"), PART_OF_CAP * scale)
 
 
 @gluon.jit
 def pack(weights, dtype: gl.constexpr):
-    """Weights rounded to 16 bits, neighbours in pairs, as registers hold them.
+    """Round weights to 16 bits, and pack neighbours in an int32.
 
-    As 16-bit numbers they would go round a loop in halves of registers, which ptxas swaps at its
-    end and swaps back at its beginning: an eighth of the loop's instructions.
+    As loop-carried 16-bit values ptxas would swap the halves of registers at the end of each
+    iteration and back at the beginning: an eighth of the loop's instructions.
     """
     M: gl.constexpr = weights.shape[0]
     N: gl.constexpr = weights.shape[1]
@@ -139,7 +139,7 @@ def pack(weights, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The numbers of ``pack``'s pairs, in a layout that needs no data movement."""
+    """Unpack the pairs of ``pack``, into a layout that needs no data movement."""
     M: gl.constexpr = pairs.shape[0]
     N: gl.constexpr = pairs.shape[1]
     low = pairs.to(gl.int16).to(dtype, bitcast=True)
@@ -150,7 +150,7 @@ def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def _barrier(action, number, warpgroups):
-    # Barriers from 8 on are free: the compiler takes one for each partition from 0 on.
+    # The compiler uses named barriers from 0 on, one for each partition; those from 8 on are free.
     return f"barrier.cta.{action}.aligned {8 + number}, {128 * warpgroups}; mov.u32 $0, 0;"
 
 
@@ -162,7 +162,7 @@ def _at_barrier(ACTION: gl.constexpr, NUMBER: gl.constexpr, WARPGROUPS: gl.const
 
 @gluon.jit
 def scheduler_wait(GROUP: gl.constexpr):
-    """Wait until the warpgroup before has issued its products."""
+    """Wait until the previous warpgroup has issued its products."""
     _at_barrier("sync", GROUP, 2)
 
 

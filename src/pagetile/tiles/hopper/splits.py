@@ -1,26 +1,26 @@
-"""Which CTA gets which keys, where tiles of queries alone would leave multiprocessors idle.
+"""Split the keys of tiles of queries among CTAs, if tiles alone would leave multiprocessors idle.
 
 A *split* is a range of keys of one tile of queries. Tiles of all sequences are cut at the same
 multiples of ``split_tiles`` tiles of keys, counted from a tile's first, so that CTAs with the same
-keys run side by side and share them in the second-level cache. Parts are numbered by sequence,
-then from left to right, and CTAs take them in turns::
+keys run at the same time and share them in L2. Splits are numbered by sequence, then from left to
+right, and CTAs take them round-robin::
 
     keys       0        split_tiles  2 × split_tiles
     tile 1     ├─ split 0 ─┼─ split 2 ─┼─ 4 ─┤         numbers of a sequence with two tiles
     tile 0     ├─ split 1 ─┼─ split 3 ─┼─ 5 ─┤         of queries and one head
 
-``split_tiles`` is chosen by every program, from the lengths alone: the same batch gets the same
-splits on every call, and a captured launch fits whatever lengths it is replayed with. For each
-number of splits that the longest tile could be cut into, the cost is estimated, in tiles of keys
-that one multiprocessor computes. The cheapest is taken, of equals the one with the longest splits::
+``split_tiles`` is chosen by every program from the lengths alone: the same batch gets the same
+splits on every call, and a captured launch can be replayed with other lengths. For each number of
+splits of the longest tile, the cost is estimated in tiles of keys that one multiprocessor computes.
+The cheapest is taken, of equals the one with the longest splits::
 
     waves = ⌈splits / programs⌉
-    cost  = max(split_tiles, waves × mean tiles of a split)    the walk
-          + ITEM_COST × waves                                  beginning, end, a partial result
+    cost  = max(split_tiles, waves × mean tiles of a split)    tiles of keys
+          + ITEM_COST × waves                                  prologue, epilogue, partial result
           + SPLIT_COST + MERGE_COST × splits of the longest    only if any tile is cut
 
-That is a ``SplitSchedule``. From one and a half waves of tiles on, a ``LastWave`` divides only the
-tiles that whole waves leave over, the last ones of ``schedule``'s order, each into equal splits::
+That is a ``SplitSchedule``. From one and a half waves of tiles on, a ``LastWave`` splits only the
+tiles that remain after whole waves, the last ones of ``schedule``'s order, each into equal splits::
 
     programs   ├─ tile ─┼─ tile ─┼─ split ─┤
                ├─ tile ─┼─ tile ─┼─ split ─┤     instead of a third wave with few tiles
@@ -33,7 +33,7 @@ from .dividing import ITEM_COST, LEAST_KEYS, MERGE_COST, MOST_SEQS, MOST_SPLITS,
 from .record import record
 from .schedule import count_seq_tiles, find_tile, key_tiles
 
-_AT_ONCE = gl.constexpr(128)  # sequences
+_AT_ONCE = gl.constexpr(128)  # sequences that are measured at a time
 _LEAST_KEYS = gl.constexpr(LEAST_KEYS)
 _MOST_SPLITS = gl.constexpr(MOST_SPLITS)
 _MOST_SEQS = gl.constexpr(MOST_SEQS)
@@ -45,7 +45,7 @@ _MERGE_COST = gl.constexpr(MERGE_COST)
 
 @record
 class SplitSchedule:
-    """How a launch divides keys, and where splits leave their results."""
+    """How a launch splits keys, and scratch memory for partial results."""
 
     starts: gl.shared_memory_descriptor  # [MOST_SEQS, 1] int32: splits of all sequences before each
     num_splits: gl.tensor  # of all sequences and heads
@@ -56,19 +56,19 @@ class SplitSchedule:
 
     @gluon.jit
     def start_of(self, seq):
-        """Parts of all sequences before one."""
+        """The number of splits of all sequences before ``seq``."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         return gl.max(self.starts.index(seq).load(LAYOUT), 0)
 
 
 @record
 class LastWave:
-    """How a launch divides the keys of its last tiles: those that whole waves leave over."""
+    """How a launch splits the keys of its last tiles: those that remain after whole waves."""
 
-    num_whole: gl.tensor  # tiles that are not divided, which come first
-    num_cut: gl.tensor  # tiles that are, or 1
+    num_whole: gl.tensor  # tiles that are not split, which come first
+    num_cut: gl.tensor  # tiles that are split, at least 1
     num_parts: gl.tensor  # splits of each
-    num_splits: gl.tensor  # tiles that are not divided and splits
+    num_splits: gl.tensor  # work items: whole tiles and splits
     accs: gl.tensor  # as of a SplitSchedule
     sums: gl.tensor
     arrivals: gl.tensor
@@ -79,7 +79,7 @@ def make_last_wave(
     batch, accs, sums, arrivals, TOKENS: gl.constexpr, TILE_N: gl.constexpr,
     V_WIDTH: gl.constexpr, config,
 ):  # fmt: skip
-    """Choose how many tiles are divided, and into how many splits, by the cost above."""
+    """Choose how many tiles are split, and into how many splits, by the cost above."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seq, num_tiles = count_seq_tiles(batch, TOKENS)
     _, first, longest = _measure(batch, seq, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW)
@@ -96,7 +96,7 @@ def make_last_wave(
     best = float("inf")
     num_cut = 0
     num_parts = 1
-    for waves in gl.static_range(2):  # of tiles that are divided, beside those left over
+    for waves in gl.static_range(2):  # whole waves that are split besides the remaining tiles
         cut = tiles % programs + waves * programs
         rounds = (cut * parts + programs - 1) // programs
         cost = (tiles - cut) / programs * (mean + _ITEM_COST)
@@ -117,10 +117,10 @@ def make_last_wave(
 
 @gluon.jit
 def find_in_waves(batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.constexpr, config):
-    """Sequence, first token in it, and head of a numbered split, and its place in the tile.
+    """Sequence, first token in it, and head of split ``number``, and its place in the tile.
 
-    The place is which of the tile's splits it is, how many there are, the first one's slot, and
-    tiles of keys of a split.
+    The place is ``(split, count, slot, split_tiles)``: the split's index among the ``count`` of its
+    tile, the scratch slot of the first, and the tiles of keys of a split.
     """
     rest = number - schedule.num_whole
     is_cut = rest >= 0
@@ -150,7 +150,7 @@ def _measure(
     batch, seq, TOKENS: gl.constexpr, TILE_N: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Number of a sequence's tiles of queries; tiles of keys of its first and of its longest."""
+    """A sequence's number of tiles of queries, and the tiles of keys of its first and longest."""
     exists = seq < batch.num_seqs
     start = gl.load(batch.cu_seqlens_q + seq, exists, other=0)
     query_len = gl.load(batch.cu_seqlens_q + seq + 1, exists, other=0) - start
@@ -163,7 +163,7 @@ def _measure(
     first = end - begin
     if HAS_WINDOW:
         longest = gl.maximum((gl.maximum(seq_len, 0) + TILE_N - 1) // TILE_N - begin, 1)
-        if CAUSAL:  # as many as touch the keys of one tile's tokens
+        if CAUSAL:  # the most tiles that the windows of one tile's tokens overlap
             longest = gl.minimum(longest, (batch.window + TOKENS + TILE_N - 3) // TILE_N + 1)
     else:
         last = position + (num_tiles - 1) * TOKENS
@@ -194,7 +194,7 @@ def _choose_split_tiles(
     BY_SEQ: gl.constexpr = gl.SliceLayout(1, GRID)
     BY_CHOICE: gl.constexpr = gl.SliceLayout(0, GRID)
     at_once = gl.arange(0, _AT_ONCE, FLAT)
-    # Sums and maxima over blocks of sequences come first: across warps each takes a barrier.
+    # Reduce elementwise over blocks of sequences first: a reduction across warps takes a barrier.
     longest = gl.full([_AT_ONCE], 1, gl.int32, FLAT)
     work = gl.full([_AT_ONCE], 0.0, gl.float32, FLAT)  # tiles of queries times tiles of keys
     for start in range(0, batch.num_seqs, _AT_ONCE):
@@ -206,8 +206,8 @@ def _choose_split_tiles(
     choice = 1 + gl.arange(0, _MOST_SPLITS, BY_CHOICE)
     split_tiles = gl.maximum((longest + choice - 1) // choice, _LEAST_KEYS // TILE_N)
     per_tile = (1.0 / split_tiles.to(gl.float32))[None, :]
-    numbers = gl.full([_AT_ONCE, _MOST_SPLITS], 0, gl.int32, GRID)  # splits that are numbered
-    doubled = gl.full([_AT_ONCE, _MOST_SPLITS], 0, gl.int32, GRID)  # twice those that have keys
+    numbers = gl.full([_AT_ONCE, _MOST_SPLITS], 0, gl.int32, GRID)  # numbered splits
+    doubled = gl.full([_AT_ONCE, _MOST_SPLITS], 0, gl.int32, GRID)  # twice the splits with keys
     for start in range(0, batch.num_seqs, _AT_ONCE):
         seq = start + gl.arange(0, _AT_ONCE, BY_SEQ)
         tiles, first, most = _measure(batch, seq, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
@@ -255,10 +255,10 @@ def find_split(
     batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Sequence, first token in it, and head of a numbered split.
+    """Sequence, first token, head and place of split ``number``, as ``find_in_waves`` returns them.
 
-    Then, of the tile, which of its splits it is, how many there are, and the first one's slot. A
-    tile has fewer than the sequence's longest if it has fewer keys; the others do not exist.
+    Every tile of a sequence is given as many numbers as its longest; a tile with fewer keys has
+    fewer splits, and the other numbers do not exist.
     """
     low = 0
     high = batch.num_seqs
@@ -291,7 +291,7 @@ def find_split(
 
 @gluon.jit
 def cut_range(begin, full_begin, full_end, end, place):
-    """The range of one split, as ``key_tiles`` returns a whole tile's."""
+    """Restrict the result of ``key_tiles`` to one split."""
     split, count, _, split_tiles = place
     first = begin + split * split_tiles
     end = gl.where(split == count - 1, end, first + split_tiles)

@@ -12,7 +12,7 @@ _COLUMNS = 64  # of an atom
 _LONG_ROWS = (2 * _COLUMNS, 4 * _COLUMNS)  # head sizes
 _LONG_BOX = 64  # rows
 _SMALLEST_CAP = 1e-6  # scores are divided by it in float32
-_LARGEST_CAP = 64  # a cap multiplies what a hyperbolic tangent is off, even of small scores
+_LARGEST_CAP = 64  # a cap multiplies the absolute error of tanh, even for small scores
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Tiling:
     stages: int
     """Slots of the rings of keys and of values."""
     staged: bool
-    """Whether results that fill a tile leave by the copy engine: where it fits, and is faster."""
+    """Whether results of full tiles are stored by TMA: if it fits, and is faster."""
     pingpong: bool
     """Whether warpgroups issue their products in turns (FlashAttention-3's ping-pong)."""
     registers: int
     """Registers of a computing thread."""
     holds_queries: bool = False
-    """Whether computing threads hold their queries in registers: products then read half as much
-    shared memory, whose bandwidth limits those of tiles of few keys or of padded rows."""
+    """Whether computing threads hold their queries in registers, which halves the reads of shared
+    memory. Its bandwidth limits products of tiles with few keys or padded rows."""
 
 
-# What was fastest on an H200, of what fits: 1 × 16384 causal, heads of 64, 128 and 256.
+# The fastest on an H200 of those that fit: 1 × 16384 causal, heads of 64, 128 and 256.
 TILINGS = (
     Tiling(64, 128, 3, 2, 2, False, True, 160),
     Tiling(128, 128, 2, 2, 2, True, True, 232),
@@ -77,7 +77,7 @@ them would not fit.
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """What one compiled forward kernel is for."""
+    """Types, sizes and options that one forward kernel is compiled for."""
 
     dtype: torch.dtype
     head_size: int
@@ -88,7 +88,7 @@ class ForwardConfig:
     uniform: bool = False
     """Whether all sequences have the same number of queries."""
     pack: int = 1
-    """Heads of a KV head that lie in one tile."""
+    """Query heads of a KV head in one tile."""
     has_cap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
@@ -103,12 +103,12 @@ class ForwardConfig:
     packed: str = "none"
     """The format of 8-bit caches, of ``PACKED_FORMATS``; ``"none"``: of the queries' type."""
     few_seqs: bool = False
-    """Whether a warp has a lane for each sequence, of which not all have as many queries."""
+    """Whether query lengths differ, but a warp has a lane for each sequence."""
     has_token_scales: bool = False
     """Whether 8-bit caches have a scale for each token instead of one for each head."""
     is_unpacked: bool = False
-    """Whether a launch in front unpacks 8-bit caches to pages of 16 bits, values to float16.
-    Scales of heads are left to this kernel."""
+    """Whether a previous launch unpacks 8-bit caches to 16-bit pages, values to float16. This
+    kernel applies scales per head."""
 
     @property
     def tiling(self) -> Tiling:
@@ -124,14 +124,15 @@ class ForwardConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether programs draw their tiles from a shared counter, rather than taking turns."""
+        """Whether programs draw their tiles from a shared counter, rather than round-robin."""
         return self.uniform or self.few_seqs
 
     @property
     def staged(self) -> bool:
-        """Whether results leave by the copy engine.
+        """Whether results are stored by TMA.
 
-        Where keys of all tiles are divided few are whole; scales of tokens need the shared memory.
+        Not if keys of all tiles are split, when few tiles are whole; nor with scales per token,
+        which need the shared memory.
         """
         has_whole = self.few_seqs or not self.splits
         return self.tiling.staged and has_whole and not self.has_token_scales
@@ -143,20 +144,19 @@ class ForwardConfig:
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of 64 columns that hold a key side by side, or 1 of a power of two."""
+        """Number of 64-column tiles that hold a key, or 1: a tile of a power of two."""
         return -(-self.head_size // _COLUMNS) if self.tiling is NARROW_TILING else 1
 
     @property
     def gathers(self) -> bool:
-        """Whether keys and values come row by row, which small boxes are slower than.
+        """Whether keys and values are gathered row by row, which is faster than small boxes.
 
-        A box is a page's rows of one head, or a part of them, and goes whole where a row is one
-        of 256 or 512 bytes; of other rows it takes a copy for every 64 columns, or is half as
-        large.
+        A box is a page's rows of one head, or a part of them. Rows of 256 or 512 bytes are copied
+        whole; with other rows a box takes a copy for every 64 columns, or is half as large.
         """
         if self.block_size == 0:
             return False
-        if self.packed != "none":  # converted on the way, as no copy engine does
+        if self.packed != "none":  # converted on the way, which TMA cannot do
             return True
         if all(size in _LONG_ROWS for size in self.sizes):
             return self.block_size != UNIT and self.block_size % (2 * UNIT) != 0
@@ -164,7 +164,7 @@ class ForwardConfig:
 
     @property
     def box(self) -> int:
-        """Rows that one copy by descriptor brings."""
+        """Rows of one TMA copy."""
         tile_n = self.tiling.tile_n
         if self.gathers or not self.block_size:
             return tile_n
@@ -177,13 +177,13 @@ class ForwardConfig:
         return self.block_size > 0 and is_power_of_2 and not self.gathers
 
     def chunks(self, size: int) -> int:
-        """How many times 64 columns of rows of a size one copy loads."""
+        """Number of 64-column chunks that one copy loads, for rows of ``size``."""
         has_tiles = size == self.head_size and self.key_tiles > 1
         is_whole = self.box == self.tiling.tile_n and size % _COLUMNS == 0 and not has_tiles
         return width_of(size) // _COLUMNS if self.has_atoms or is_whole else 1
 
     def boxes(self, size: int) -> list[int]:
-        """The shape of one copy of rows of a size, as in its descriptor."""
+        """The box shape of a descriptor, for rows of ``size``."""
         if self.has_atoms:
             return [1, self.box // 8, self.chunks(size), 8, _COLUMNS]
         return [1, self.chunks(size), self.box, _COLUMNS]

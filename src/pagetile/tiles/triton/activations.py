@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """``silu``, ``gelu`` (by the error function), ``gelu_tanh`` or ``relu`` of float32 numbers."""
+    """``silu``, ``gelu`` (by the error function), ``gelu_tanh`` or ``relu`` of float32 values."""
     if NAME == "silu":
         decay = tl.exp(-tl.abs(x))  # never infinite
         y = x * tl.where(x < 0, decay, 1.0) / (1.0 + decay)

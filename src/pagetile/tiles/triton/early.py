@@ -1,4 +1,4 @@
-"""Kernels that are launched before the previous one ends (programmatic dependent launch)."""
+"""Programmatic dependent launch: kernels that start before the previous one ends."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ from triton.language.target_info import cuda_capability_geq
 
 @triton.jit
 def wait_for_previous():
-    """Let the next kernel be launched, and wait until the previous one has ended.
+    """Let the next kernel start, and wait until the previous one has ended.
 
-    Every program of a kernel with ``launch_pdl`` executes this (``launch.begins_early``) before it
-    reads or writes what another kernel may. Where it is not launched so, nothing happens.
+    Every program of a kernel with ``launch_pdl`` must execute this (``launch.begins_early``) before
+    it reads or writes what another kernel may. Without ``launch_pdl`` it has no effect.
     """
     if cuda_capability_geq(9, 0):
         gdc_launch_dependents()
@@ -20,10 +20,10 @@ def wait_for_previous():
 
 @triton.jit
 def publish():
-    """Make a program's stores visible to every kernel that is launched after it ended.
+    """Make a program's stores visible to kernels that start after it has ended.
 
-    Those that are launched early may read them before they wait. Every program of a kernel that
-    does not let the next one be launched early executes this behind its last store.
+    A later kernel that starts early may read them before it waits. Every program of a kernel that
+    does not let the next one start early executes this after its last store.
     """
     tl.inline_asm_elementwise(
         "fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -39,6 +39,6 @@ def let_next_begin():
 
 @triton.jit
 def wait_now():
-    """The second half of ``wait_for_previous``; once it has waited, it returns at once."""
+    """The second half of ``wait_for_previous``; later calls return at once."""
     if cuda_capability_geq(9, 0):
         gdc_wait()

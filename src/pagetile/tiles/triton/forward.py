@@ -1,18 +1,19 @@
-"""Attention of many rows at a time, over pages or over keys in a row: the portable body.
+"""Attention forward in Triton, for prefill over pages and for ragged keys.
 
-One program takes ``TILE_M`` rows of one sequence and one KV head. A row is a new token and one
-query head of the KV head's group, so every key that is loaded serves the whole group. It walks
-the tiles of keys that any of its rows sees; only those at the edges need a mask::
+Grid: tiles of rows × KV heads. A program computes ``TILE_M`` rows of one sequence and one KV head.
+A row is a new token and one query head of the KV head's group, so every key that is loaded serves
+the whole group. It visits the tiles of keys that any of its rows sees; only those at the edges need
+a mask::
 
     keys      0    N    2N   3N   4N
     row 0     ■■■■ ■■■■ ■■■□               ■ seen  □ masked  (nothing) not visited
     row 1     ■■■■ ■■■■ ■■■■
     ...       └─ no mask ─┘└─ mask ─┘
 
-Supports causal or not, a window, a soft cap, ALiBi, sinks, 8-bit caches with scales a head or a
-token, any group, any head size by padding, any block size. Ragged batches: a program finds its
-sequence by the lengths on the device. Of a KV head with listed blocks (``VISIBLE``) tiles are of
-compact keys (``visible_blocks``).
+Supports causal or not, a window, a soft cap, ALiBi, sinks, 8-bit caches with scales per head or per
+token, any group, any head size by padding, any block size. A program finds its sequence by the
+lengths on the device. With listed blocks (``VISIBLE``) tiles are of compact keys
+(``visible_blocks``).
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from .online_softmax import (
     precision_of,
     scale_weights,
     tanh,
-    weigh,
+    update_softmax,
 )
 from .visible_blocks import compact_position, logical_keys
 
 
 @triton.jit
 def find_tile(cu_seqlens_q, num_seqs, tile, GROUP: tl.constexpr, TILE_M: tl.constexpr):
-    """The sequence that the ``tile``-th tile of rows of a batch is of, and its number in there.
+    """The sequence of the batch's ``tile``-th tile of rows, and the tile's number in the sequence.
 
-    A sequence's last tiles see the most keys; they come first, so that what is left for the end
-    is short. Returns ``num_seqs`` if there are fewer tiles.
+    A sequence's last tiles see the most keys, so they come first, and short ones at the end.
+    Returns ``num_seqs`` if there are fewer tiles.
     """
     SEQS: tl.constexpr = 128
     lanes = tl.arange(0, SEQS)
@@ -79,7 +80,7 @@ def _load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def walk(
+def attend_tiles(
     m, l, acc, unit, q, low, high, first_key, end_key, row_first, row_end, position, slopes,
     k_cache, v_cache, table, k_scale, v_scale,
     score_scale, soft_cap, block_size,
@@ -89,10 +90,10 @@ def walk(
     TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr, blocks,
     VISIBLE: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """Take the tiles from ``low`` to ``high`` into the state of the rows.
+    """Attend to the key tiles from ``low`` to ``high``: update the rows' state.
 
-    ``AHEAD``: whether block ids are loaded a tile ahead, which keys and values then need not wait
-    for: for few tiles, without listed blocks.
+    ``AHEAD``: whether block ids are loaded one tile ahead, so that keys and values need not wait
+    for them: for few tiles, without listed blocks.
     """
     if AHEAD:
         key = low * TILE_N + tl.arange(0, TILE_N)
@@ -132,7 +133,7 @@ def walk(
         if MASKED:
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
-        p, decay, m, l = weigh(s, m, l)
+        p, decay, m, l = update_softmax(s, m, l)
         if SCALED:
             at = v_scale + block * vs_block + slot * vs_slot
             scales = tl.load(at, mask=used, other=0.0)
@@ -158,7 +159,7 @@ def forward_kernel(
     v_scale,  # likewise
     visible_blocks,  # int32 [num_seqs, num_kv_heads, max_visible], if VISIBLE
     num_seqs, num_kv_heads,
-    short,  # sequences with up to so many new tokens are another kernel's
+    short,  # sequences with up to this many new tokens are left to another kernel
     softmax_scale, soft_cap, window, block_size,
     out_token, out_head, q_token, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
@@ -170,7 +171,7 @@ def forward_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     DOT: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """See the module docstring."""
     # Which rows.
     head = tl.program_id(1)
     seq, tile = find_tile(cu_seqlens_q, num_seqs, tl.program_id(0), GROUP, TILE_M)
@@ -253,7 +254,7 @@ def forward_kernel(
             start, stop = whole_low, whole_high
         else:
             start, stop = whole_high, high
-        m, l, acc, unit = walk(
+        m, l, acc, unit = attend_tiles(
             m, l, acc, unit, q_tile, start, stop, first_key, end_key, row_first, row_end, position,
             slopes, k_cache, v_cache, table, k_scale, v_scale, scale, soft_cap, block_size,
             k_block, k_slot, v_block, v_slot,

@@ -1,8 +1,8 @@
-"""Kernels compiled once for given types and constants, and then launched without a search.
+"""Kernels compiled once for given types and constants, and then launched without a look-up.
 
-Triton's own call looks at every argument of every launch to find the kernel that was compiled
-for such arguments, which takes longer than a small kernel runs. Here the types are stated, with
-what their values are multiples of, and the caller keeps the ``Launcher``::
+Triton's own call inspects every argument of every launch to find the compiled kernel, which takes
+longer than a small kernel runs. Here the caller states types and divisibility, and keeps the
+``Launcher``::
 
     launcher = Launcher(kernel, {"x": "*fp16:16", "stride": "i64:8"}, {"TILE": 1024}, num_warps=4)
     launcher((num_programs, 1, 1), x, stride)
@@ -24,7 +24,7 @@ from ...device import DeviceInfo
 from ..types import refuse_types
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run on the CPU, a line at a time: ``TRITON_INTERPRET=1``."""
+"""Whether Triton's interpreter runs kernels on the CPU: ``TRITON_INTERPRET=1``."""
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -37,10 +37,10 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-"""What Triton calls a pointer to elements of a type."""
+"""Triton's name of a pointer to elements of a type."""
 
 PRODUCTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""Triton's types of the elements that are multiplied."""
+"""Triton's element types of products."""
 
 OLDEST = (8, 0)
 
@@ -58,8 +58,8 @@ def refuse(device: DeviceInfo, **dtypes: torch.dtype) -> str | None:
 def begins_early(device: torch.device) -> bool:
     """Whether kernels on a device can be launched before the previous one ends (PDL).
 
-    From compute capability 9.0 on. A kernel that is launched so executes ``gdc_wait`` in every
-    program, before it reads what a kernel writes and before it writes anything.
+    From compute capability 9.0 on. Every program of a kernel that is launched so must execute
+    ``gdc_wait`` before it reads what another kernel writes, and before it writes anything.
     """
     return device.type == "cuda" and DeviceInfo.of(device).capability >= (9, 0)
 
@@ -71,32 +71,32 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def as_floats(biases: Tensor | None) -> Tensor | None:
-    """ALiBi's slopes or sinks as kernels read them."""
+    """ALiBi's slopes or sinks as contiguous float32, as kernels read them."""
     return None if biases is None else biases.detach().float().contiguous()
 
 
 def window_of(sliding_window: int | None) -> int:
-    """As kernels take it: no more keys than leave sums with positions within 32 bits.
+    """The kernels' ``window``, limited so that sums with positions fit in 32 bits.
 
-    No sequence has as many, so it is also what stands for no window.
+    No sequence is as long as the limit, so it also means no window.
     """
     most = 1 << 30
     return most if sliding_window is None else min(sliding_window, most)
 
 
 class Launcher:
-    """A kernel with everything settled that it is compiled for.
+    """A kernel compiled for given types, constants and options.
 
     Args:
         kernel: A ``triton.jit`` function whose constants come last.
-        types: Of its other parameters, in their order: ``"*fp16"``, ``"i32"``; ``"*fp16:16"`` is
+        types: Types of its other parameters, in order: ``"*fp16"``, ``"i32"``; ``"*fp16:16"`` is
             a pointer to an address that is a multiple of 16, ``"i64:8"`` a multiple of 8.
         constants: Its ``tl.constexpr`` parameters, in their order.
-        more_shared: Bytes of shared memory behind those that Triton uses.
-        **options: Of the compiler, like ``num_warps``.
+        more_shared: Bytes of shared memory after those that Triton uses.
+        **options: Options of the compiler, like ``num_warps``.
     """
 
-    source: Any = ASTSource  # a subclass for another language of Triton's names its own
+    source: Any = ASTSource  # Gluon's launcher has another
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Launcher:
         self._loaded: dict[int, Any] = {}
 
     def compile(self, target: GPUTarget) -> Any:
-        """Compile for a GPU, which need not be there; the result has ``asm["cubin"]``."""
+        """Compile for a GPU, which need not be present; the result has ``asm["cubin"]``."""
         signature = {name: kind.partition(":")[0] for name, kind in self.types.items()}
         signature |= dict.fromkeys(self.constants, "constexpr")
         factors = [kind.partition(":")[2] for kind in self.types.values()]
@@ -123,18 +123,18 @@ class Launcher:
         }
         source = self.source(self.kernel, signature, self.constants, attributes)
         compiled = triton.compile(source, target=target, options=self.options)
-        if self.more_shared:  # before it is loaded, which asks the driver for as much
+        if self.more_shared:  # before loading, which requests it from the driver
             shared = compiled.metadata.shared + self.more_shared
             compiled.metadata = compiled.metadata._replace(shared=shared)
             compiled.packed_metadata = make_backend(target).pack_metadata(compiled.metadata)
         return compiled
 
     def bind(self, grid: tuple[int, int, int], *numbers: float) -> Launch:
-        """A launch with all but its tensors, which come first among the parameters, settled."""
+        """Bind the grid and all arguments after the tensors, which are the first parameters."""
         return Launch(self, grid, numbers)
 
     def load(self, device: int) -> tuple[Any, tuple[Any, ...]]:
-        """Triton's own launch, on the current device, and what goes before the arguments."""
+        """Triton's launch function on the current device, and its leading arguments."""
         loaded = self._loaded.get(device)
         if loaded is None:
             compiled = self.compile(driver.active.get_current_target())
@@ -156,7 +156,7 @@ class Launcher:
                 self(grid, *arguments)
             return
         run, before = self.load(device)
-        # Addresses, not tensors: of a tensor Triton asks the driver where it lies, every time.
+        # Pass addresses: for tensors Triton queries the driver at every launch.
         values = [*arguments, *self._values]
         for at in self._pointers:
             if values[at] is not None:
@@ -165,7 +165,7 @@ class Launcher:
 
 
 class Launch:
-    """A launcher's ``bind``: the least that a call can do, for calls that come in thousands."""
+    """The result of ``Launcher.bind``: a launch with the least possible host time."""
 
     def __init__(
         self, launcher: Launcher, grid: tuple[int, int, int], numbers: tuple[float, ...]
@@ -175,7 +175,7 @@ class Launch:
         self._loaded: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch on the current stream of the first tensor's device; None is never looked at."""
+        """Launch on the current stream of the first tensor's device; others may be None."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -184,7 +184,7 @@ class Launch:
             self.here(device, *tensors)
 
     def here(self, device: int, *tensors: Any) -> None:
-        """The same where it is known that this device is the current one."""
+        """Launch on ``device``, which must be the current one."""
         if INTERPRETED:
             self.launcher.kernel[self.grid](*tensors, *self._rest)
             return
@@ -198,7 +198,7 @@ class Launch:
 
 
 def _without_wrapping(run: Any, before: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The compiled function that Triton 3.6 wraps, a microsecond less; of others, what is given."""
+    """Unwrap the compiled function that Triton 3.6 wraps, which saves a microsecond."""
     is_known = triton.__version__.startswith("3.6.")
     if not is_known or run.global_scratch_size or run.profile_scratch_size:
         return run, before

@@ -1,4 +1,4 @@
-"""RMS norms as Transformers' models round them."""
+"""RMS norms, rounded as Transformers' models round them."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def normalise(x, scale, weight, KIND: tl.constexpr, dtype: tl.constexpr):
-    """``x * scale * weight`` in float32, rounded to ``dtype`` where a kind of ``rms_norm`` does.
+    """``x * scale * weight`` in float32, rounded to ``dtype`` where the ``KIND`` of norm does.
 
-    ``scale`` is the reciprocal root of the mean of a row's squares.
+    ``scale`` is a row's ``1 / sqrt(mean(x²) + eps)``.
     """
     x *= scale
     if KIND == "rounded":

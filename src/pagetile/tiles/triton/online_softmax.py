@@ -1,6 +1,6 @@
-"""Softmax one tile of keys at a time, in powers of two: what a tile does to the rows' state.
+"""Online softmax in base 2: the update of rows' states by a tile of keys.
 
-A state ``(m, l, acc)`` stands for attention over the keys seen so far::
+A state ``(m, l, acc)`` is attention over the keys seen so far::
 
     m = max s        l = Σ 2 ** (s - m)        acc = Σ 2 ** (s - m) v        out = acc / l
 """
@@ -10,22 +10,22 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-SMALLEST = tl.constexpr(-100)
+SMALLEST = tl.constexpr(-100)  # initial ``unit`` of ``scale_weights``
 ROOM = tl.constexpr(14)  # a weight of 1 becomes 2 ** 14 in float16, so that small ones fit too
 
 
 @triton.constexpr_function
 def precision_of(*widths):
-    """How float32 is multiplied: three products of TF32, or one by one for heads too wide.
+    """``input_precision`` of float32 products: tf32x3, or for wide heads ieee.
 
-    TF32's sums of 512 products have three times eager code's error, and its operands spill.
+    With 512 columns tf32x3 has three times the error of eager code, and its operands spill.
     """
     return "ieee" if max(widths) > 256 else "tf32x3"
 
 
 @triton.jit
-def weigh(s, m, l):
-    """From a tile's scores ``[..., N]`` and a state: weights, the decay of ``acc``, new m and l."""
+def update_softmax(s, m, l):
+    """Return the weights of a tile's scores ``[..., N]``, the factor of ``acc``, new m and l."""
     new_m = tl.maximum(m, tl.max(s, -1))
     pivot = finite(new_m)
     p = tl.exp2(s - tl.expand_dims(pivot, -1))
@@ -35,10 +35,11 @@ def weigh(s, m, l):
 
 @triton.jit
 def scale_weights(p, decay, scale, unit):
-    """Weights ``[M, N]`` times the values' scales ``[N]``, with all their digits in float16.
+    """Multiply weights ``[M, N]`` by the values' scales ``[N]`` without underflow in float16.
 
-    The state's ``acc`` is in units of ``2 ** (unit - ROOM)``: the largest power of two in a scale
-    so far is ``2 ** unit``. It begins with SMALLEST, and ends with ``acc * exp2_of(unit - ROOM)``.
+    ``acc`` is in units of ``2 ** (unit - ROOM)``, where ``2 ** unit`` is the largest power of two
+    of all scales so far. ``unit`` begins with SMALLEST; at the end the caller multiplies ``acc`` by
+    ``exp2_of(unit - ROOM)``.
     """
     bits = scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     new_unit = tl.maximum(unit, (tl.max(bits, 0) >> 23) - 127)
@@ -48,15 +49,15 @@ def scale_weights(p, decay, scale, unit):
 
 @triton.jit
 def exp2_of(exponent):
-    """2 to the power of an integer from -126 to 127; of -127, 0."""
+    """``2 ** exponent`` for integers from -126 to 127; 0 for -127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fit_queries(q, dtype: tl.constexpr):
-    """Queries ``[M, D]`` as they are multiplied, and a factor ``[M, 1]`` of their scores, or 1.
+    """Convert queries ``[M, D]`` to ``dtype``; return them and a factor ``[M, 1]`` of their scores.
 
-    Rows of bfloat16 may not fit in float16; they are divided by their largest power of two.
+    bfloat16 rows may overflow float16, so they are divided by their largest power of two.
     """
     unit = 1.0
     if q.dtype == tl.bfloat16 and dtype == tl.float16:
@@ -71,15 +72,15 @@ def fit_queries(q, dtype: tl.constexpr):
 
 @triton.jit
 def merge_first(m, l, acc):
-    """One state from several, ``[STATES, M]`` and ``[STATES, M, V]``, each over keys of its own."""
+    """Merge the states of disjoint keys over the first dimension, of size ``STATES``."""
     new_m = tl.max(m, 0)
-    share = tl.exp2(m - finite(new_m)[None, :])
-    return new_m, tl.sum(l * share, 0), tl.sum(acc * share[:, :, None], 0)
+    weight = tl.exp2(m - finite(new_m)[None, :])
+    return new_m, tl.sum(l * weight, 0), tl.sum(acc * weight[:, :, None], 0)
 
 
 @triton.jit
 def merge(m, l, acc, other_m, other_l, other_acc):
-    """Fold the state of other keys into a state."""
+    """Merge the states of disjoint keys."""
     new_m = tl.maximum(m, other_m)
     pivot = finite(new_m)
     decay, other_decay = tl.exp2(m - pivot), tl.exp2(other_m - pivot)
@@ -89,13 +90,13 @@ def merge(m, l, acc, other_m, other_l, other_acc):
 
 @triton.jit
 def finite(m):
-    """A pivot for exponents: where no key was seen yet, -inf - -inf would be no number."""
+    """Replace a maximum of -inf by 0: without keys, -inf - -inf would be NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def add_sink(m, l, acc, sink):
-    """One more logit (in powers of two) in each row's softmax, with no value; -inf is none."""
+    """Add one logit (times log2(e)), without a value, to each row's softmax; -inf adds nothing."""
     new_m = tl.maximum(m, sink)
     pivot = finite(new_m)
     decay = tl.exp2(m - pivot)
@@ -104,8 +105,8 @@ def add_sink(m, l, acc, sink):
 
 @triton.jit
 def finish(m, l, acc):
-    """A state's output and log-sum-exp; 0 and -inf for a row that saw no key."""
-    seen = l != 0  # NaN counts as seen: it has to show
+    """A state's output and log-sum-exp; 0 and -inf for a row without keys."""
+    seen = l != 0  # true for NaN, so that it propagates
     divisor = tl.where(seen, l, 1.0)
     out = acc * (1.0 / divisor)[:, None]
     return out, tl.where(seen, (m + tl.log2(divisor)) * LN_2, float("-inf"))

@@ -1,11 +1,11 @@
-"""Rounding rows to 8 bits as the reference does: a scale for each row, and codes in its units.
+"""Quantise rows to 8 bits as the reference does.
 
 ::
 
-    scale = max(amax / LARGEST, SMALLEST)          of a token's KV head, where scales are its own
-    code  = round(x / scale)
+    scale = max(amax / LARGEST, SMALLEST)          of a token's KV head, if scales are per token
+    value = round(x / scale)
 
-A scale of a whole KV head is given; numbers beyond the largest code become that one.
+Scales per head are given; values are then clamped to ``LARGEST``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refuse_cache(device: DeviceInfo, dtype: torch.dtype) -> str | None:
 
 @triton.jit
 def larger(a, b):
-    """The larger one; NaN where one is not a number."""
+    """The larger one; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -46,7 +46,7 @@ def row_scales(
     scale, at, is_row, largest,
     SCALES: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """The scales of rows, whose largest numbers are given: "token" stores them, "head" reads."""
+    """The scales of rows: with "token" computed from ``largest`` and stored, with "head" loaded."""
     if SCALES == "token":
         found = _scale_of(largest, LARGEST, SMALLEST)
         tl.store(scale + at, found, mask=is_row)
@@ -57,16 +57,16 @@ def row_scales(
 
 @triton.jit
 def _scale_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """The scale of each row by its largest absolute value; NaN for one with NaN or infinity."""
+    """The scale of each row from its largest absolute value; NaN if that is NaN or infinite."""
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST)
     return tl.where(amax < float("inf"), scale, float("nan"))
 
 
 @triton.jit
 def encode(x, scale, SCALES: tl.constexpr, LARGEST: tl.constexpr, code: tl.constexpr):
-    """Codes of float32 rows by their scales: the rows' own ("token"), or given ("head")."""
+    """Quantise float32 rows by their scales to the 8-bit type ``code``."""
     if SCALES == "token":
-        # Nothing is beyond the largest code, and where anything is not a number, nothing is.
+        # No value exceeds LARGEST, and a NaN in a row has made its scale NaN.
         x = _divide(x, scale)
         is_number = (scale == scale)[:, None]
     else:
@@ -79,10 +79,10 @@ def encode(x, scale, SCALES: tl.constexpr, LARGEST: tl.constexpr, code: tl.const
 
 @triton.jit
 def _divide(x, scale):
-    """``x / scale``: a product with the reciprocal, corrected once by what it leaves over.
+    """``x / scale`` by the reciprocal and one correction by the remainder.
 
-    It rounds as a division does (but for numbers near the end of float32's range), keeps the
-    sign of a zero, and takes a third of the time.
+    It rounds like a division (except near the end of float32's range), keeps the sign of zero, and
+    takes a third of the time.
     """
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     quotient = x * inverse
@@ -99,6 +99,6 @@ def _clamp(x, bound):
 
 @triton.jit
 def _round_to_int8(x, is_number):
-    """Bits whose last byte is the int8; of what is not a number, 0."""
-    # From 1.5 * 2 ** 23 on a float32 has no fractions.
+    """Return bits whose last byte is the int8; 0 for NaN."""
+    # Adding 1.5 * 2 ** 23 rounds to an integer, in the low bits.
     return tl.where(is_number, x + 12582912.0, 0.0).to(tl.int32, bitcast=True)

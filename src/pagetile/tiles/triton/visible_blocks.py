@@ -1,8 +1,8 @@
-"""Lists of visible blocks: where a key lies among the visible keys of a KV head.
+"""Lists of visible blocks: the position of a key among the visible keys of a KV head.
 
 A list has logical block numbers in ascending order, then -1. The *compact* keys of a KV head are
-those of its listed blocks, side by side; kernels walk them as they walk all keys otherwise. Blocks
-of 4, of which 0, 3 and 4 are listed, for a sequence of 18 keys::
+those of its listed blocks, numbered consecutively; kernels visit them like all keys otherwise.
+Blocks of 4 keys, of which 0, 3 and 4 are listed, for a sequence of 18 keys::
 
     logical   0  1  2  3 │ 4 … 11 │ 12 13 14 15 │ 16 17
     compact   0  1  2  3 │        │  4  5  6  7 │  8  9
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _count_below(blocks, block, max_visible, search_steps):
-    """Entries of a list that are less than ``block``, by binary search; -1 counts as infinite."""
+    """Number of entries less than ``block``, by binary search; -1 counts as infinite."""
     count = 0 * block
     for step in tl.range(search_steps, num_stages=1, loop_unroll_factor=1):
         probe = count + (1 << (search_steps - 1 - step))
@@ -30,7 +30,7 @@ def _count_below(blocks, block, max_visible, search_steps):
 
 @triton.jit
 def compact_position(blocks, key, block_size, max_visible, search_steps):
-    """Number of visible keys before ``key``: where it stands, if it is visible.
+    """Number of visible keys before ``key``: its compact position, if it is visible.
 
     Args:
         blocks: Pointer to a list, or a tensor of pointers.
@@ -48,7 +48,7 @@ def compact_position(blocks, key, block_size, max_visible, search_steps):
 
 @triton.jit
 def logical_keys(blocks, compact, first, end, block_size):
-    """The logical keys of compact keys from ``first`` to ``end``; of others a negative number."""
+    """The logical keys of compact keys from ``first`` to ``end``; negative for others."""
     inside = (compact >= first) & (compact < end)
     entry = tl.load(blocks + compact // block_size, mask=inside, other=-1)
     return entry * block_size + compact % block_size

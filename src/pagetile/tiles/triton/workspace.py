@@ -1,4 +1,4 @@
-"""Memory that programs of one launch pass partial results through."""
+"""Scratch memory through which programs of one launch exchange partial results."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ _Memory = tuple[Tensor, Tensor, Tensor]
 _made: dict[tuple[int, int], tuple[_Sizes, _Memory]] = {}
 _counters: dict[tuple[int, int], Tensor] = {}
 _outgrown: list[_Memory] = []
-"""Of graphs, which go on using what was there when they were captured."""
+"""Workspaces of CUDA graphs, which keep using the memory that they were captured with."""
 
 
 def borrow(device: int, sizes: _Sizes) -> _Memory:
-    """Two lots of floats that hold anything, and int32 zeros, which a launch must leave as zeros.
+    """Return two uninitialised float buffers, and int32 zeros that a launch must leave as zeros.
 
-    ``device`` is a tensor's ``get_device()`` and, if it is a GPU, the current one, whose stream may
-    be capturing, or not. ``sizes`` are how many of each, at least. A stream has one workspace,
-    since its launches follow each other; it grows, and is kept. All CUDA graphs of a device share
-    another one: like those that use cuBLAS, they must not be replayed at the same time, nor may
-    branches of one graph that run side by side both borrow. It grows beside that of eager calls; a
-    graph that is captured before any eager call of its size gets its own, and sets it to zero at
-    every replay.
+    ``device`` is a tensor's ``get_device()``; a GPU must be the current device, and its stream may
+    be capturing. ``sizes`` are the least sizes of the three. A stream has one workspace, since its
+    launches run in order; it grows, and is kept. All CUDA graphs of a device share another one, so
+    like graphs that use cuBLAS they must not be replayed at the same time, and parallel branches
+    of a graph must not both borrow. It grows with that of eager calls; a graph that is captured
+    before any eager call of its size gets its own, which every replay sets to zero.
     """
-    if device < 0:  # the interpreter's
+    if device < 0:  # the interpreter runs on the CPU
         return _find(device, 0, sizes) or _make(device, 0, sizes)
     if torch._C._cuda_isCurrentStreamCapturing():
         return _find(device, _GRAPHS, sizes) or _allocate(device, sizes)
@@ -40,10 +39,10 @@ def borrow(device: int, sizes: _Sizes) -> _Memory:
 
 
 def borrow_counter(device: int) -> Tensor:
-    """An int32 zero that a launch must leave as zero, apart from what ``borrow`` lends.
+    """Return an int32 zero that a launch must leave as zero, separate from ``borrow``'s memory.
 
-    So a launch that overlaps with the one behind it may use it where that one borrows. The rules
-    for streams and graphs are ``borrow``'s.
+    So a launch may use it that overlaps a later one that borrows. The rules for streams and graphs
+    are those of ``borrow``.
     """
     is_capturing = device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
     stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
@@ -68,7 +67,7 @@ def _find(device: int, owner: int, sizes: _Sizes) -> _Memory | None:
 
 
 def _make(device: int, owner: int, sizes: _Sizes) -> _Memory:
-    """With room for all requests so far, by doubling, so that it happens seldom."""
+    """Allocate a workspace, doubling its size so that this is rare."""
     old, outgrown = _made.get((device, owner), ((1024, 1024, 1024), None))
     if outgrown is not None and owner == _GRAPHS:
         _outgrown.append(outgrown)

@@ -2,15 +2,15 @@
 
 ::
 
-    for each head and part of the windows (a work item of a thread):
-        for each group of windows:        keys and values transposed, into the cache
-            for each block of rows:       their bias gathered from the table, once a group
+    for each head and part of the windows (a work item):
+        for each group of windows:        transpose keys and values
+            for each block of rows:       gather their bias from the table, once per group
                 for each window:          scores, bias, softmax, output — or their gradients
 
-Keys and values of a group fit a second-level cache, and a tile of scores a first-level one; nothing
-larger is allocated. A part sums its gradient of the table in the order of its windows, and the
-parts are added in order. Parts depend on shapes alone, so two runs give the same bits with any
-number of threads.
+Keys and values of a group fit in the L2 cache, and a tile of scores in L1; nothing larger is
+allocated. A part sums its gradient of the table in the order of its windows, and the parts are
+added in order. Parts depend on shapes alone, so two runs give the same bits with any number of
+threads.
 
 Computes in float32; float16 and bfloat16 are converted as they are read and written. A dense bias
 or mask is read in place if it is contiguous float32 and copied to that otherwise; each part has a
@@ -39,8 +39,8 @@ from .rows import NO_NORM
 
 _LOG2_E = 1.4426950408889634
 _PARTS, _WORK_ITEMS, _WINDOWS = 32, 32, 16
-"""Most parts of the windows, each with a gradient of a head's table or dense bias of its own; work
-items to aim for; and fewest windows of a part beyond that, since every part gathers its bias."""
+"""Most parts of the windows, each with its own gradient of a head's table or dense bias; target
+number of work items; fewest windows of a part beyond that, since every part gathers its bias."""
 
 _NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
 
@@ -119,7 +119,7 @@ def _empty_rows(problem, q, dtype):
 
 
 def _kernel_inputs(problem, x):
-    """The inputs of the kernels, and how many threads the work is worth."""
+    """The inputs of the kernels, and the number of threads for this amount of work."""
     q, k, v = map(_with_rows, (x.q, x.k, x.v))
     offsets = np.arange(problem.num_tokens, dtype=np.int64)
     if x.rel_offsets is not None:

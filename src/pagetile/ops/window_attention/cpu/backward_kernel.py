@@ -1,7 +1,7 @@
-"""The backward kernel on a CPU; the loop nest is in the package's docstring.
+"""Window attention backward on a CPU; the package's docstring has the loop nest.
 
 Weights are recomputed from the log-sum-exp, a tile of rows at a time. Gradients of keys and values
-are accumulated transposed, like these, until all rows of a window are done.
+are accumulated transposed, as keys and values are stored, until all rows of a window are done.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Scratch = namedtuple(
 
 @folded()
 def _store_rows(dq, x, w, depth, columns, window, head, first, num_rows, scale):
-    """Write a tile's rows of dq; return their part of the gradient of the scale's logarithm."""
+    """Write a tile's rows of dq; return their term of the gradient of log(scale)."""
     to = ((window * x.num_tokens + first) * x.num_heads + head) * x.size
     if x.eps < 0:
         for r in range(num_rows):
@@ -142,7 +142,7 @@ def _weights_and_gradients(x, z, w, saved, window, slot, head, first, num_rows):
 
 @folded()
 def _differentiate_part(item, gradients, saved, x, z, w):
-    """The gradients of one head of one part of the windows."""
+    """Compute the gradients of a work item: one head of one part of the windows."""
     head, part = item % x.num_heads, item // x.num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head)
     reverse_table(w.table, x.table, x.table_size, head)
@@ -228,5 +228,5 @@ def _differentiate_parts(gradients, saved, x, scratch):
 
 @entry()
 def differentiate(parallel, num_threads, gradients, saved, x):
-    """The gradients of all work items, on a team of threads."""
+    """Compute the gradients of all work items, on a team of threads."""
     on_team(parallel, num_threads, _make_scratch, _differentiate_parts, (gradients, saved, x))

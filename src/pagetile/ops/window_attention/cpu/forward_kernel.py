@@ -1,4 +1,4 @@
-"""The forward kernel on a CPU, and what the backward kernel shares with it."""
+"""Window attention forward on a CPU, and helpers that the backward kernel shares."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .rows import (
 from .tiles import add_bias_and_mask, add_dense, mix_window, score, softmax_rows
 
 _GROUP_FLOATS = 65536
-"""Floats of a group's keys and values (and their gradients): a quarter of a 1 MiB cache."""
+"""Floats of a group's keys and values (and their gradients): a quarter of a 1 MiB L2 cache."""
 _BIAS_FLOATS = 8192
-"""Floats of a block's bias, about a first-level cache."""
+"""Floats of a block's bias: an L1 cache of 32 KiB."""
 
 
 Sizes = namedtuple("Sizes", "width depth columns block group")
@@ -38,15 +38,15 @@ Scratch = namedtuple(
 
 @inner()
 def sizes_of(x, arrays):
-    """Choose the sizes of tiles, blocks and groups; a group has ``arrays`` the size of its keys.
+    """Choose the sizes of tiles, blocks and groups; ``arrays`` of keys' size are kept of a group.
 
-    ``width`` and ``depth`` are the numbers of keys and head columns, padded. ``columns`` is the
-    padded row length of values that are multiplied by rows, or 0 where they are multiplied by
-    columns. The rows of a ``block`` share their bias among a ``group`` of windows; a block of all
-    rows has a group of one.
+    ``width`` and ``depth`` are the numbers of keys and head columns, padded. A ``block`` of rows
+    of bias is reused for a ``group`` of windows; a block of all rows has a group of one.
 
-    By rows, a vector holds sixteen columns, which wastes lanes unless the head size is a multiple
-    of 32. By columns, it holds sixteen tokens, and adding up its lanes costs as much as 60 tokens.
+    Values are multiplied by rows (a vector is sixteen columns of a token), or by columns (a vector
+    is sixteen tokens), where ``columns`` is 0; otherwise it is the padded row length. By rows,
+    lanes are wasted unless the head size is a multiple of 32; by columns, the sums over lanes cost
+    as much as 60 tokens.
     """
     width, depth = (x.num_tokens + 31) // 32 * 32, (x.size + 3) // 4 * 4
     columns = (x.size + 15) // 16 * 16
@@ -63,7 +63,7 @@ def sizes_of(x, arrays):
 
 @inner()
 def load_regions(regions, at, x, window, width):
-    """Number a window's regions; return where they are, or -1 if there is only one."""
+    """Number a window's regions from 0; return their offset, or -1 if there is only one."""
     if not len(x.regions):
         return -1
     first = window % x.num_masks * x.num_tokens
@@ -148,7 +148,7 @@ def _load_window(x, z, w, window, slot, head):
 
 @folded()
 def _attend_part(item, out, lse, x, z, w):
-    """The output of one head of one part of the windows."""
+    """Compute the output of a work item: one head of one part of the windows."""
     head, part = item % x.num_heads, item // x.num_heads
     scale = head_scale(x.logit_scale, x.softmax_scale, head) * LOG2_E
     reverse_table(w.table, x.table, x.table_size, head)
@@ -208,5 +208,5 @@ def _attend_parts(out, lse, x, scratch):
 
 @entry()
 def attend(parallel, num_threads, out, lse, x):
-    """All work items, on a team of threads."""
+    """Compute all work items, on a team of threads."""
     on_team(parallel, num_threads, _make_scratch, _attend_parts, (out, lse, x))

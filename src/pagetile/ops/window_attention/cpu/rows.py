@@ -34,11 +34,11 @@ from ....tiles.cpu.simd import (
 )
 
 ROWS = 8
-"""Queries of a tile, which share each read of keys and values from the second-level cache."""
+"""Queries of a tile, which share each read of keys and values from the L2 cache."""
 NO_NORM = np.float32(-1)
-"""The ``eps`` that means: do not normalise rows."""
+"""``eps`` of rows that are not normalised."""
 _AHEAD = 12
-"""Tokens of prefetch distance; their rows are far apart in memory."""
+"""Prefetch distance in tokens, for rows that are far apart in memory."""
 
 
 @inner()
@@ -202,7 +202,7 @@ def copy_rows(into, at, x, x_at, x_token, num_rows, size, depth, scale, eps):
 
 @inner()
 def find_runs(into, offsets):
-    """Where runs of offsets that follow each other begin, and the end; how many runs there are."""
+    """Write the start of each run of consecutive offsets, then the end; return their number."""
     count = 0
     for n in range(len(offsets)):
         if n == 0 or offsets[n] != offsets[n - 1] + 1:
@@ -214,7 +214,7 @@ def find_runs(into, offsets):
 
 @inner()
 def reverse_table(into, table, table_size, head):
-    """A head's biases in powers of two, the last first: a run of keys is one of them."""
+    """Copy a head's biases times log2(e), last first, so that a run of keys is contiguous."""
     num_heads = len(table) // max(1, table_size)
     for n in range(table_size):
         into[n] = table[(table_size - 1 - n) * num_heads + head] * LOG2_E
@@ -224,7 +224,7 @@ def reverse_table(into, table, table_size, head):
 def gather_bias(into, reversed_table, table_size, offsets, runs, first, num_rows, width):
     """Rows of a head's bias from ``reversed_table`` (0 without a table), -inf past the last key.
 
-    Runs are copied by sixteens: what is too much is written over, or lies behind the last row.
+    Runs are copied sixteen elements at a time: the excess is overwritten, or past the last row.
     """
     num_tokens, num_runs = len(offsets), len(runs) - 1
     centre = table_size - 1 - (table_size - 1) // 2

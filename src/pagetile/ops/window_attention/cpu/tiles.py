@@ -1,7 +1,7 @@
 """The inner loops of window attention on a CPU, a tile of rows of scores at a time.
 
-Products keep their results in registers; ``rows`` describes the layouts that they
-read. Scores are in powers of two.
+Products keep their results in registers; ``rows`` describes the layouts of their operands. Scores
+are in base 2: multiplied by log2(e).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def score(s, rows, num_rows, keys, at, width, depth):
 
 @inner()
 def mix_columns(result, weights, num_rows, values, at, width, depth):
-    """``result[r, d] = Σ_n weights[r, n] · values[d, n]``, rows and columns by fours."""
+    """``result[r, d] = Σ_n weights[r, n] · values[d, n]``, four rows and columns at a time."""
     for d in range(0, depth, 4):
         v0 = at + d * width
         v1, v2, v3 = v0 + width, v0 + 2 * width, v0 + 3 * width
@@ -77,7 +77,7 @@ def mix_columns(result, weights, num_rows, values, at, width, depth):
 
 @inner()
 def mix_rows(result, weights, num_rows, values, at, num_tokens, width, depth):
-    """``mix_columns`` for ``values[n, d]``, without sums over lanes."""
+    """Like ``mix_columns`` for ``values[n, d]``, which needs no sums over lanes."""
     wide, padded = depth // 32 * 32, (num_rows + 3) // 4 * 4
     if wide > 0:
         multiply(
@@ -131,7 +131,7 @@ def mix_window(result, weights, by_rows, by_columns, slot, x, z, num_rows):
 def add_outer(into, at, weights, rows, width, depth):
     """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: the gradients of both products.
 
-    Adds all eight rows of a tile at once, since loads and stores of ``into`` take the time.
+    Adds all eight rows of a tile at once, since loads and stores of ``into`` are the bottleneck.
     """
     for n in range(0, width, 16):
         w0, w1 = load(weights, n), load(weights, width + n)

@@ -31,15 +31,15 @@ from .plan import make_plan
 __all__ = ["backward", "forward", "supports"]
 
 _FEWEST_TOKENS, _MOST_TOKENS, _WIDEST = 33, 1024, 64
-_NARROWEST_PADDED = 18  # head size from which copying rows to where they can be read is repaid
-_NARROW = 16  # head size up to which few windows of 193 to 256 tokens are left to Triton
-_MOST_ONE_HOT = 2048.0  # of a mask value over the scale that float16 products may add
+_NARROWEST_PADDED = 18  # smallest head size for which padding rows (a copy) is worthwhile
+_NARROW = 16  # largest head size at which few windows of 193 to 256 tokens are left to Triton
+_MOST_ONE_HOT = 2048.0  # most of mask_value / scale that float16 products may add
 _LARGEST = 65_504.0  # finite float16
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Return why this cannot run, or None where it runs and was measured faster than Triton."""
-    rows = -(-problem.head_size // 8) * 8  # with the room between them
+    rows = -(-problem.head_size // 8) * 8  # padded
     reason = refuse(device, problem.dtype, rows, rows)
     if reason is not None:
         return reason
@@ -110,7 +110,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
 def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """Launch delta, the row kernel, the column kernel, and the sum over windows of the bias's."""
+    """Launch delta, the row kernel, the column kernel, and the sum of the bias gradient."""
     if not problem.num_windows:
         return triton.backward(problem, x, out, lse, dout, dlse)
     if problem.num_tokens <= ONE_TILE_TOKENS:
@@ -132,7 +132,7 @@ def backward(
 
 
 class _GradientBuffers(NamedTuple):
-    """What the gradient kernels write, allocated before the first of them (``launch``)."""
+    """Results of the gradient kernels, allocated before the first launch (see ``launch``)."""
 
     dq: Tensor
     dk: Tensor
@@ -142,7 +142,7 @@ class _GradientBuffers(NamedTuple):
     """float32 ``[num_windows * num_heads, num_tokens padded to pieces]``, like ``delta``."""
     delta: Tensor
     dq_partial: Tensor
-    """float32 sums from launch to launch of the row kernel, where there are several."""
+    """float32 dQ between several launches of the row kernel."""
 
     @classmethod
     def of(

@@ -1,10 +1,10 @@
 """Small Triton kernels before and after the main ones on Hopper.
 
-- ``encode_regions``: regions as one-hot columns, for masks that are products (``forward_kernel``);
+- ``encode_regions``: regions as one-hot columns, for masks by matrix products (``forward_kernel``);
 - ``pack_regions``: regions as bits, for windows of one tile (``one_tile``);
-- ``pad_rows``: tokens whose rows the copy engine can read, where 8 does not divide a head's size;
+- ``pad_rows``: rows padded to 16 bytes for TMA, if the head size is not a multiple of 8;
 - ``make_deltas``: pivot and delta of every query row, for the gradients;
-- ``sum_tiles``: the bias gradient from the sums of each program of the row kernel.
+- ``sum_tiles``: the sum of the row kernel's partial bias gradients.
 """
 
 import triton
@@ -78,9 +78,9 @@ def pack_regions(
     regions,  # integers [num_masks, NUM_TOKENS], up to PIECE tokens
     NUM_TOKENS: tl.constexpr,
 ):
-    """Write a bit for every query and key of a window: whether they are of one region.
+    """Write a bit for every query and key of a window: whether they share a region.
 
-    Two words for each query, and then a flag: whether the window has several regions.
+    Two words for each query, then a flag: whether the window has several regions.
     """
     if USES_PDL:
         gdc_launch_dependents()
@@ -90,7 +90,7 @@ def pack_regions(
     regions += window * NUM_TOKENS
     row_region = tl.load(regions + row, mask=row < NUM_TOKENS, other=0)
     column_region = tl.load(regions + column, mask=column < NUM_TOKENS, other=0)
-    # Queries past the end share every region, so that no mask makes weights of their rows.
+    # Padding queries share every key's region, so that no mask_value is added to their scores.
     is_padding = (row >= NUM_TOKENS)[:, None, None]
     is_same = (row_region[:, None, None] == column_region[None, :, :]) | is_padding
     word = tl.sum(tl.where(is_same, (1 << bit)[None, None, :], 0), 2)
@@ -116,7 +116,7 @@ def pad_rows(
     TILE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Copy rows so that each begins on 16 bytes; zeros follow."""
+    """Copy rows to a pitch of a multiple of 16 bytes, padded with zeros."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     pair, token = row // NUM_TOKENS, row % NUM_TOKENS
     at = pair // NUM_HEADS * x_window + pair % NUM_HEADS * x_head + token * x_token
@@ -146,11 +146,11 @@ def make_deltas(
     TILE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Compute pivot = lse in powers of two (0 of a row without keys) and δ = Σ dO ∘ O - dlse.
+    """Compute pivot = lse · log2(e) (0 for a row without keys) and δ = Σ dO ∘ O - dlse.
 
-    Both are 0 past the end. For float16, a piece holds -pivot as two float16 numbers, and -δ
-    (``softmax``). Within 32 rows they are stored in the order in which threads hold the columns of
-    a product: 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, ...
+    Both are 0 past the end. For float16 inputs they are stored as -pivot, in two float16 values,
+    and -δ (``softmax``). Each 32 rows are stored in the order in which threads hold the columns of
+    an accumulator: 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, ...
     """
     if USES_PDL:
         gdc_launch_dependents()
@@ -203,11 +203,11 @@ def sum_tiles(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Sum the bias gradient over chunks of windows, and invert a table's offsets meanwhile.
+    """Sum the bias gradient over chunks of windows; further programs invert a table's offsets.
 
-    Sums are stored as threads of the row kernel hold them, so that each writes 16 bytes next to
-    its neighbour's; rows of the matrix itself begin at any address when the number of tokens is
-    odd. This kernel reads whole cache lines and puts the total, one matrix a head, in order.
+    Partial sums are stored in the accumulator's order, 16 bytes a thread, because rows of the
+    matrix are unaligned if the number of tokens is odd. This kernel reads whole cache lines and
+    writes the total, one matrix a head, in row-major order.
     Grid: parts of a tile × key tiles × row tiles × heads, then programs that invert offsets.
     """
     PARTS: tl.constexpr = PIECE * SUM_KEYS // TILE
@@ -225,10 +225,10 @@ def sum_tiles(
             chunk = first + tl.arange(0, CHUNKS)
             addresses = at[None, :] + (chunk.to(tl.int64) * (PROGRAMS * TILE))[:, None]
             inside = (chunk < num_chunks)[:, None]
-            # From L2 (.cg): under PDL this may start before the previous kernel has ended, and the
-            # first-level cache could hold stale lines.
+            # From L2 (.cg): under PDL this may start before the previous kernel ends, and L1 could
+            # hold stale lines.
             total += tl.sum(tl.load(addresses, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-        # The order of ``store_bias_sums``: eight keys after another, 16 rows of a warp in each.
+        # The order of ``store_bias_sums``: groups of eight keys, in each the 16 rows of every warp.
         place += program % PARTS * TILE
         row = place // 128 % 4 * 16 + place // 2 % 2 * 8 + place // 16 % 8
         key = place // (8 * PIECE) * 8 + place // 4 % 4 * 2 + place % 2

@@ -5,10 +5,10 @@
     Pᵀ = 2 ** (scale · log2 e · (k qᵀ + Bᵀ / scale) - pivot)      dPᵀ = v dOᵀ
     dV = Pᵀ dO       dSᵀ = Pᵀ ∘ (dPᵀ - δ)       dK = scale · dSᵀ q
 
-A program owns one head and a tile of keys, and is organised as the forward kernel: its bias tile
-stays in shared memory, streams take the next window each and walk its queries a piece at a time.
-A product leaves the weights in the registers from which the next one reads them, so nothing is
-transposed through shared memory.
+A program owns one head and a tile of keys, and is organised like the forward kernel: its bias tile
+stays in shared memory, and each stream takes the next window and visits its queries a piece at a
+time. Weights stay in registers from one product to the next, so nothing is transposed through
+shared memory.
 """
 
 from triton.experimental import gluon
@@ -86,14 +86,14 @@ class Memory:
 @gluon.jit
 def _load_round(
     k_desc, v_desc, row_one_hot_desc, q_desc, dout_desc, one_hot_desc, pivot_desc, delta_desc,
-    memory, windows, wanted, steps, num_masks, head, first_row, MASKED: gl.constexpr,
+    memory, windows, has_window, steps, num_masks, head, first_row, MASKED: gl.constexpr,
     ENDS: gl.constexpr, config,
 ):  # fmt: skip
-    """Load a window for every stream that is to get one; the steps of all streams after it."""
+    """Load a window for every stream with ``has_window``; return the streams' next steps."""
     PIECES: gl.constexpr = config.FULL_PIECES + (config.LAST_PIECE > 0)
     BYTES: gl.constexpr = 2 * (2 * config.WIDTH + (ONE_HOT_COLUMNS if MASKED else 0))
     for s in gl.static_range(config.STREAMS):
-        if wanted[s]:
+        if has_window[s]:
             k_slot = memory.k_barriers.slot(s, steps[s])
             memory.k_barriers.wait_empty(s, steps[s])
             store_window_index(memory.windows, k_slot, windows[s])
@@ -107,7 +107,7 @@ def _load_round(
                 tma.async_copy_global_to_shared(row_one_hot_desc, rows, k_ready, row_one_hot)
     for g in range(PIECES):
         for s in gl.static_range(config.STREAMS):
-            if wanted[s]:
+            if has_window[s]:
                 use = (steps[s] - ENDS) * PIECES + g
                 slot = memory.q_barriers.slot(s, use)
                 memory.q_barriers.wait_empty(s, use)
@@ -123,7 +123,7 @@ def _load_round(
                     columns = [windows[s] % num_masks, g * PIECE, 0]
                     one_hot = memory.one_hot.index(slot)
                     tma.async_copy_global_to_shared(one_hot_desc, columns, ready, one_hot)
-    return advance_steps(steps, wanted)
+    return advance_steps(steps, has_window)
 
 
 @gluon.jit
@@ -136,17 +136,17 @@ def _load_role(
     for i in gl.static_range(config.MASK_CLASSES):
         base = -32
         bits = 0
-        some = windows.count > 0
-        while some:
-            these = ()
-            wanted = ()
+        has_more = windows.count > 0
+        while has_more:
+            indices = ()
+            has_window = ()
             for _ in gl.static_range(config.STREAMS):
-                base, bits, window, some = windows.next(base, bits, i, config.MASK)
-                these = these + (window,)  # type: ignore[assignment] # noqa: RUF005
-                wanted = wanted + (some,)  # type: ignore[assignment] # noqa: RUF005
+                base, bits, window, has_more = windows.next(base, bits, i, config.MASK)
+                indices = indices + (window,)  # type: ignore[assignment] # noqa: RUF005
+                has_window = has_window + (has_more,)  # type: ignore[assignment] # noqa: RUF005
             steps = _load_round(
                 k_desc, v_desc, row_one_hot_desc, q_desc, dout_desc, one_hot_desc, pivot_desc,
-                delta_desc, memory, these, wanted, steps, windows.num_masks, head, first_row,
+                delta_desc, memory, indices, has_window, steps, windows.num_masks, head, first_row,
                 i == ONE_HOT, i, config,
             )  # fmt: skip
         steps = signal_end(memory.k_barriers, memory.windows, steps)
@@ -224,7 +224,7 @@ def _window_gradients(
     memory, STREAM: gl.constexpr, step, use, regions, row, mask_value, scale,
     MASK_CLASS: gl.constexpr, config,
 ):  # fmt: skip
-    """DK (not scaled) and dV of a window."""
+    """The keys' gradient (not scaled) and the values' gradient of a window."""
     O_LAYOUT: gl.constexpr = product_layout(config.WIDTH, config.WARPS)
     dk = gl.zeros([config.ROWS, config.WIDTH], gl.float32, O_LAYOUT)
     dv = gl.zeros([config.ROWS, config.WIDTH], gl.float32, O_LAYOUT)
@@ -260,7 +260,7 @@ def _compute_role(
     dk, dv, bias, regions, memory, head, first_row, num_masks, scale, mask_value, dk_scale, config,
     stream,
 ):  # fmt: skip
-    """A stream: its part of the bias tile, then its windows."""
+    """One stream: build its part of the bias tile, then compute its windows."""
     STREAM: gl.constexpr = stream.INDEX
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(config.WIDTH, config.WARPS))
     build_bias_tile(memory.bias, bias, head, first_row, 0, STREAM, True, config)
@@ -332,7 +332,7 @@ def column_gradients(
     LOADING: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """The kernel. Grid: tiles of keys × heads × chunks; tiles of a window are neighbours."""
+    """See the module docstring. Grid: tiles of keys × heads × chunks, tiles innermost."""
     ROWS: gl.constexpr = 16 * WARPS
     config = StreamConfig(
         NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, FULL_PIECES, LAST_PIECE, PIECE, TILE,

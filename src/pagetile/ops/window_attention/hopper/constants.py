@@ -1,4 +1,4 @@
-"""Sizes and codes that the host code and the kernels on Hopper have to agree on."""
+"""Sizes and enumerations that the host code and the kernels on Hopper share."""
 
 PIECE = 64
 """Tokens of one matrix product, and query rows of a program of the row kernel."""

@@ -1,4 +1,4 @@
-"""Window attention on Hopper, forward: the bias tile stays in shared memory, windows stream by.
+"""Window attention forward on Hopper: a persistent kernel that keeps its bias in shared memory.
 
 ::
 
@@ -6,9 +6,9 @@
     out = p v / Σ p                   lse = pivot / log2 e + log Σ p
 
 A program owns one head and a tile of query tokens. The bias of that tile is the same in every
-window; it is stored in the order in which threads hold scores, as the initial accumulator of the
-products. One warp loads queries, keys and values by TMA; the other warps form streams, each of
-which takes the next window and walks its keys a piece at a time::
+window; it is stored in the accumulator's layout and is the initial value of the scores. One warp
+loads queries, keys and values by TMA; the other warps form streams, each of which takes the next
+window and visits its keys a piece at a time::
 
     loading warp   q k v | k v | k v | ...
     stream 0       window 0: b ─▶ s ─▶ p ─▶ o, Σ p     window 3 ...
@@ -20,12 +20,12 @@ for them, ``r rᵀ`` is 1 where two tokens share a region; with one more column,
 ``-mask_value · (r rᵀ - 1)`` is 0 there and the mask elsewhere (``encode_regions``). Windows of one
 region come first and skip this product (``tiles``).
 
-**The pivot is a guess** (``softmax``). A stream collects a bit for each window whose guess failed
-and passes the bits to the loading warp, which loads those windows again for the online softmax;
-windows with too many regions for one-hot columns follow.
+**The pivot is a guess** instead of the row's maximum (``softmax``). A stream collects a bit for
+each window whose guess failed and passes the bits to the loading warp, which loads those windows
+again for the online softmax; windows with too many regions for one-hot columns follow.
 
-Sums of weights are products with ones, so that numerator and denominator of the division see the
-same rounding of a weight. Tokens past the end are zeros with a bias of -inf.
+Sums of weights are products with ones, so that they see the same rounding of weights as the
+output. Tokens past the end are zeros with a bias of -inf.
 """
 
 from triton.experimental import gluon
@@ -85,15 +85,15 @@ class Memory:
 
 @gluon.jit
 def _load_round(
-    q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, windows, wanted, steps,
+    q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, windows, has_window, steps,
     num_masks, head, first_row, MASKED: gl.constexpr, ENDS: gl.constexpr, config,
 ):  # fmt: skip
-    """Load a window for every stream that is to get one; the steps of all streams after it."""
+    """Load a window for every stream with ``has_window``; return the streams' next steps."""
     WIDTH: gl.constexpr = config.WIDTH
     PIECES: gl.constexpr = config.FULL_PIECES + (config.LAST_PIECE > 0)
     NUMBERS: gl.constexpr = WIDTH + (ONE_HOT_COLUMNS if MASKED else 0)
     for s in gl.static_range(config.STREAMS):
-        if wanted[s]:
+        if has_window[s]:
             q_slot = memory.q_barriers.slot(s, steps[s])
             memory.q_barriers.wait_empty(s, steps[s])
             store_window_index(memory.windows, q_slot, windows[s])
@@ -106,7 +106,7 @@ def _load_round(
                 tma.async_copy_global_to_shared(row_one_hot_desc, rows, q_ready, row_one_hot)
     for g in range(PIECES):
         for s in gl.static_range(config.STREAMS):
-            if wanted[s]:
+            if has_window[s]:
                 use = (steps[s] - ENDS) * PIECES + g
                 slot = memory.kv_barriers.slot(s, use)
                 memory.kv_barriers.wait_empty(s, use)
@@ -118,42 +118,43 @@ def _load_round(
                     columns = [windows[s] % num_masks, g * config.PIECE, 0]
                     one_hot = memory.one_hot.index(slot)
                     tma.async_copy_global_to_shared(one_hot_desc, columns, ready, one_hot)
-    return advance_steps(steps, wanted)
+    return advance_steps(steps, has_window)
 
 
 @gluon.jit
 def _load_mask_class(
     q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, windows, head, first_row,
-    retry_ready, steps, then, MASK_CLASS: gl.constexpr, ENDS: gl.constexpr, RETRY: gl.constexpr,
-    config,
+    retry_ready, steps, first_steps, MASK_CLASS: gl.constexpr, ENDS: gl.constexpr,
+    RETRY: gl.constexpr, config,
 ):  # fmt: skip
     """Load the windows of a mask class, or with ``RETRY`` those whose bit is set.
 
-    ``then`` holds the step in which each stream first met a window; ``ENDS`` steps of a stream so
-    far were ends of a class, without a window.
+    ``first_steps`` are the steps in which each stream first loaded these windows, which number the
+    bits. ``ENDS`` earlier steps of a stream had no window: they marked the end of a class.
     """
     base = -32
     bits = 0
-    some = windows.count > 0
-    while some:
-        these = ()
-        wanted = ()
-        after = ()
+    has_more = windows.count > 0
+    while has_more:
+        indices = ()
+        has_window = ()
+        following = ()
         for s in gl.static_range(config.STREAMS):
             base, bits, window, is_there = windows.next(base, bits, MASK_CLASS, config.MASK)
-            is_wanted = is_there
+            is_loaded = is_there
             if RETRY:
-                is_wanted = is_there & (retry_ready[s] & retry_bit(then[s]) != 0)
-            these = these + (window,)  # type: ignore[assignment] # noqa: RUF005
-            wanted = wanted + (is_wanted,)  # type: ignore[assignment] # noqa: RUF005
-            after = after + (then[s] + is_there.to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
-            some = is_there
+                is_loaded = is_there & (retry_ready[s] & retry_bit(first_steps[s]) != 0)
+            indices = indices + (window,)  # type: ignore[assignment] # noqa: RUF005
+            has_window = has_window + (is_loaded,)  # type: ignore[assignment] # noqa: RUF005
+            following = following + (first_steps[s] + is_there.to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
+            has_more = is_there
         steps = _load_round(
-            q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, these, wanted, steps,
-            windows.num_masks, head, first_row, MASK_CLASS == ONE_HOT and not RETRY, ENDS, config,
+            q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, indices, has_window,
+            steps, windows.num_masks, head, first_row, MASK_CLASS == ONE_HOT and not RETRY, ENDS,
+            config,
         )  # fmt: skip
-        then = after
-    return steps, then
+        first_steps = following
+    return steps, first_steps
 
 
 @gluon.jit
@@ -168,7 +169,7 @@ def _load_role(
         gdc_wait()  # for ``encode_regions``; see ``launch``
     steps = none
     for i in gl.static_range(GUESSED_CLASSES):
-        steps, then = _load_mask_class(
+        steps, first_steps = _load_mask_class(
             q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, windows, head,
             first_row, none, steps, steps, i, i, False, config,
         )  # fmt: skip
@@ -183,18 +184,18 @@ def _load_role(
         any_retry = any_retry | word
         num_left -= steps[s] - GUESSED_CLASSES
     if any_retry != 0:
-        then = none
+        first_steps = none
         for i in gl.static_range(GUESSED_CLASSES):
-            steps, then = _load_mask_class(
+            steps, first_steps = _load_mask_class(
                 q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, windows, head,
-                first_row, retry_ready, steps, then, i, GUESSED_CLASSES, True, config,
+                first_row, retry_ready, steps, first_steps, i, GUESSED_CLASSES, True, config,
             )  # fmt: skip
-            met = ()
+            following = ()
             for s in gl.static_range(config.STREAMS):
-                met = met + (then[s] + 1,)  # type: ignore[assignment] # noqa: RUF005
-            then = met
+                following = following + (first_steps[s] + 1,)  # type: ignore[assignment] # noqa: RUF005
+            first_steps = following
     if num_left > 0:
-        steps, then = _load_mask_class(
+        steps, first_steps = _load_mask_class(
             q_desc, k_desc, v_desc, row_one_hot_desc, one_hot_desc, memory, windows, head,
             first_row, none, steps, steps, COMPARED, GUESSED_CLASSES, False, config,
         )  # fmt: skip
@@ -203,7 +204,7 @@ def _load_role(
 
 @gluon.jit
 def retry_bit(step):
-    """The bit of a step in its stream's word; steps 32 apart share one."""
+    """The bit of a step in its stream's word; steps 32 apart share a bit."""
     return 1 << step % 32
 
 
@@ -214,7 +215,7 @@ def _or(a, b):
 
 @gluon.jit
 def _load_retry_bits(memory, STREAM: gl.constexpr):
-    """The bits of a stream's failed steps, over all rows."""
+    """The bits of a stream's failed steps, combined over all rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PARTS: gl.constexpr = memory.retry.shape[1] // 32
     rows = memory.retry.index(STREAM)._reinterpret(gl.int32, [PARTS, 32], FLAT)
@@ -250,7 +251,7 @@ def _finish(out, lse, acc, total, base, window, head, row, first_row, config):
 def _compute_role(
     out, lse, bias, regions, memory, head, first_row, num_masks, scale, mask_value, config, stream,
 ):  # fmt: skip
-    """A stream: its part of the bias tile, then its windows, then those whose guess failed."""
+    """One stream: build its part of the bias tile; compute its windows, then the failed ones."""
     STREAM: gl.constexpr = stream.INDEX
     GUESSED_CLASSES: gl.constexpr = min(config.MASK_CLASSES, 2)
     PIECES: gl.constexpr = config.FULL_PIECES + (config.LAST_PIECE > 0)
@@ -338,7 +339,7 @@ def attend(
     LOADING: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """The kernel. Grid: tiles of tokens × heads × chunks; tiles of a window are neighbours."""
+    """See the module docstring. Grid: tiles of tokens × heads × chunks, tiles innermost."""
     ROWS: gl.constexpr = 16 * WARPS
     config = StreamConfig(
         NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, FULL_PIECES, LAST_PIECE, KEYS, TILE,

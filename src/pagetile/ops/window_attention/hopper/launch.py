@@ -85,7 +85,7 @@ class KernelArguments:
 
 
 class BiasGradient(NamedTuple):
-    """The gradient of a bias and the partial sums that it is made from; empty without a bias."""
+    """The gradient of a bias and its partial sums; empty without a bias."""
 
     dbias: Tensor
     """float32 ``[1, num_heads, num_tokens, num_tokens]``."""
@@ -115,9 +115,10 @@ class BiasGradient(NamedTuple):
 
 
 def align_tokens(x: Tensor) -> Tensor:
-    """``[num_windows, num_heads, num_tokens, head_size]`` where the copy engine can read its rows.
+    """Return tokens ``[num_windows, num_heads, num_tokens, head_size]`` that TMA can read.
 
-    It reads zeros past a row's end: a size that 8 does not divide only needs room between rows.
+    TMA fills columns past a row's end with zeros, so a head size that is not a multiple of 8 only
+    needs a padded row stride.
     """
     *sizes, head_size = x.shape
     if is_described(x) or head_size % 8 == 0:

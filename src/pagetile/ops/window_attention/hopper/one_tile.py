@@ -1,4 +1,4 @@
-"""Window attention on Hopper where a window is one tile, up to 64 tokens; both directions.
+"""Window attention on Hopper for windows of one tile, up to 64 tokens; forward and backward.
 
 ::
 
@@ -6,18 +6,18 @@
     dS = P ∘ (dP - δ)     δ = (Σ P ∘ dP) / Σ P - dlse
     dQ = scale · dS k     dK = scale · dSᵀ q     dV = Pᵀ dO     dB = Σ over windows of dS
 
-A program is four warps, and several programs share a multiprocessor to hide each other's latency.
-It owns one head and takes every ``num_chunks``-th window. Several windows fit into shared memory,
-so TMA loads the next ones while one is computed::
+A program has four warps, and several programs share a multiprocessor to hide each other's latency.
+It owns one head and takes every ``num_chunks``-th window. TMA loads the next windows into other
+slots of shared memory while one is computed::
 
-    slot 0    window c               window c + 3 n     ...        n chunks, this one's number is c
+    slot 0    window c               window c + 3 n     ...        program of chunk c of n
     slot 1           window c + n               window c + 4 n
     slot 2                  window c + 2 n
 
-The bias tile stays in shared memory in the order in which threads hold scores, and the bias
-gradient in registers. Which keys share a query's region is 64 bits (``pack_regions``), loaded one
-window ahead. With regions, the kernel starts under PDL while ``pack_regions`` runs: it builds its
-bias tile and loads its first windows before it waits for the bits.
+The bias tile stays in shared memory in the accumulator's layout, and the bias gradient in
+registers. Masks are bits, 64 a query: which keys share its region (``pack_regions``). With regions,
+the kernel starts under PDL while ``pack_regions`` runs: it builds its bias tile and loads its first
+windows before it waits for the bits.
 """
 
 import functools
@@ -86,7 +86,7 @@ class OneTileConfig:
 
 @gluon.jit
 def _load_windows(descs, tiles, ready, slot, window, num_windows, head, config):
-    """Start the TMA copies of a window, if there is one."""
+    """Start the TMA copies of a window, if it exists."""
     BYTES: gl.constexpr = len(descs) * ROWS * config.WIDTH * 2
     is_there = window < num_windows
     mbarrier.expect(ready.index(slot), BYTES, pred=is_there)
@@ -144,18 +144,18 @@ def _apply_mask(s, region_bits, mask_value):
 
 @gluon.jit
 def _mask_half(s, word, mask_value):
-    """Mask 32 keys of every row. A thread shifts its word once; its bits are then constants."""
+    """Mask 32 keys of every row. Shifted once, a thread's word has its bits at constant places."""
     L: gl.constexpr = s.type.layout
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L)))
     ONE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     W: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     lane = gl.arange(0, 4, LANE)[None, None, :, None]
-    retry_bit = 1 << (
+    bit = 1 << (
         8 * gl.arange(0, 4, EIGHT)[None, :, None, None] + gl.arange(0, 2, ONE)[None, None, None, :]
     )
     word = gl.convert_layout(word, W, assert_trivial=True)[:, None, None, None] >> (2 * lane)
-    return gl.where((word & retry_bit) != 0, s, s + mask_value)
+    return gl.where((word & bit) != 0, s, s + mask_value)
 
 
 @gluon.jit
@@ -338,7 +338,7 @@ def window_gradients(
         s = _apply_mask(s, now, mask_value)
         p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
         total = gl.sum(p, 1)
-        # δ from the weights, which are all here: see ``window_gradients`` in ``triton``.
+        # δ from the weights, not from the rounded output, so that a row of dS sums to 0.
         delta = gl.sum(p * dp, 1) / gl.where(total > 0, total, 1.0)
         if HAS_DLSE:
             delta -= row_dlse

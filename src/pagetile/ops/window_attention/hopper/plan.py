@@ -14,8 +14,8 @@ from ..problem import Problem
 from .constants import ONE_HOT_COLUMNS, ONE_TILE_TOKENS, PIECE, Q_STAGES
 
 _LEAST_COLUMNS = 32  # of a matrix product
-_SHARED_BYTES = 232_448  # that one program may allocate
-_RESERVED_BYTES = 1024  # that the system takes for each program
+_SHARED_BYTES = 232_448  # shared memory that one program may allocate
+_RESERVED_BYTES = 1024  # shared memory that the driver reserves for each program
 _SM_SHARED_BYTES = _SHARED_BYTES + _RESERVED_BYTES
 _SMALL_BYTES = 2048  # ones, barriers and warp-specialization state; more than the identity matrix
 # (warps of a stream, streams, registers of a thread, products of a piece), fastest first (lab log).
@@ -33,7 +33,7 @@ _MOST_WASTED = 1.1  # padded rows of tiles of 128, relative to tiles of 64
 _WAVES = 4
 _ROWS_SETUP = 5.0  # start-up time of a row program in windows: it also writes its sums
 # Programs of a multiprocessor where a window is one tile (measured): fewer programs leave each
-# more registers, which pays where a window has more to compute.
+# more registers, which is faster where a window has more to compute.
 _FORWARD_PROGRAMS = 5
 _GRADIENT_PROGRAMS = ((48, 3), (ONE_TILE_TOKENS, 2))  # (most tokens, programs)
 

@@ -5,17 +5,17 @@
     P = 2 ** (scale · log2 e · (q kᵀ + B / scale) - pivot)      dP = dO vᵀ
     dS = P ∘ (dP - δ)      dQ = scale · dS k      dB = Σ over windows of dS
 
-A program owns one head and a tile of 64 queries, and walks its windows one by one. Its warpgroups
-split the keys, so each one meets the same part of the bias gradient in every window and sums it in
-registers. Their partial dQ go to shared memory, and the warpgroups take turns to add them up::
+A program owns one head and a tile of 64 queries, and visits its windows one by one. Its warpgroups
+split the keys, so each computes the same part of the bias gradient in every window and sums it in
+registers. Partial dQ go through shared memory, and the warpgroups take turns to add them up::
 
     loading warp   q dO pivot δ | k v of split 0 | of split 1 | of split 2 | ...
     split 0        dS ─▶ dB += dS, dS k ─▶ ┐
     split 1        dS ─▶ dB += dS, dS k ─▶ ├ added up by one of them ─▶ dQ
     split 2        dS ─▶ dB += dS, dS k ─▶ ┘
 
-Where registers cannot hold the sums of all keys, or shared memory the keys of wide heads, each
-launch covers the next keys, and dQ is kept in float32 from one launch to the next.
+If the bias gradient of all keys does not fit in registers, or the keys of wide heads not in shared
+memory, several launches cover the keys, and dQ is accumulated in float32 between them.
 """
 
 from triton.experimental import gluon
@@ -151,7 +151,7 @@ def _load_window(
     memory, window, step, num_masks, head, first_row, first_key, MASKED: gl.constexpr,
     ENDS: gl.constexpr, config,
 ):  # fmt: skip
-    """Load one window; ``ENDS`` steps so far were ends of a class, without a window."""
+    """Load one window; ``ENDS`` earlier steps had no window: they marked the end of a class."""
     BYTES: gl.constexpr = 2 * (2 * config.WIDTH + (ONE_HOT_COLUMNS if MASKED else 0))
     BOXES: gl.constexpr = config.KEYS // config.BOX
     slot = memory.q_barriers.slot(0, step)
@@ -217,7 +217,7 @@ def _window_gradients(
     memory, dbias, SPLIT: gl.constexpr, slot, k_slot, regions, row, first_key, mask_value, scale,
     MASK_CLASS: gl.constexpr, config,
 ):  # fmt: skip
-    """A split of a window: its partial dQ, not scaled, and the sums of the bias gradient."""
+    """Compute a split of a window: its partial dQ, not scaled, and the bias gradient's sums."""
     O_LAYOUT: gl.constexpr = product_layout(config.WIDTH, config.WARPS)
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     TILES: gl.constexpr = config.KEYS // TILE
@@ -254,7 +254,7 @@ def _window_gradients(
         used = used + (ds_k,)  # type: ignore[assignment] # noqa: RUF005
         if SUMS > 0:
             halves = ds.reshape([ROWS, SUMS, SUM_KEYS]).permute((0, 2, 1)).split()
-            # Products with the identity add ds from the registers of ``ds_k``.
+            # Products with the identity add ds without a conversion from the operand's layout.
             for i in gl.static_range(SUMS):
                 half = gl.convert_layout(halves[i], HALF_LAYOUT, assert_trivial=True)
                 total = warpgroup_mma(half, memory.identity, dbias[SUMS * t + i], is_async=True)
@@ -274,7 +274,7 @@ def _window_gradients(
 def _combine_partials(
     dq_out, dq_partial, memory, step, window, head, first_row, first_key, dq_scale, config
 ):  # fmt: skip
-    """Add up a window's dQ over all splits and the launches before, and store it."""
+    """Sum a window's dQ over all splits and previous launches, and store it."""
     WIDE: gl.constexpr = wide_rows(config.WIDTH, config.WARPS)
     places, inside = row_addresses(dq_partial, window, head, first_row, config)
     if config.PARTIAL:  # loaded while waiting for the other splits
@@ -297,7 +297,7 @@ def _compute_role(
     dq_out, dq_partial, dbias_out, bias, regions, memory, head, chunk, first_row, first_key,
     num_masks, scale, mask_value, dq_scale, config, split,
 ):  # fmt: skip
-    """A split: its part of the bias tile, then its keys of every window."""
+    """One split: build its part of the bias tile, then compute its keys of every window."""
     SPLIT: gl.constexpr = split.INDEX
     N: gl.constexpr = config.NUM_TOKENS
     first_key = first_key if config.PARTIAL else 0
@@ -402,7 +402,7 @@ def row_gradients(
     REGISTERS: gl.constexpr,
     LOADING: gl.constexpr,
 ):
-    """The kernel. Grid: tiles of tokens × heads × chunks; tiles of a window are neighbours."""
+    """See the module docstring. Grid: tiles of tokens × heads × chunks, tiles innermost."""
     PARTIAL: gl.constexpr = SPLITS * KEYS < NUM_TOKENS
     config = RowConfig(
         NUM_HEADS, NUM_TOKENS, HEAD_SIZE, WIDTH, BIAS, MASK, SPLITS, KEYS, BOX, PARTIAL, 4, ROWS,

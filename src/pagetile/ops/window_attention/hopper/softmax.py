@@ -1,14 +1,14 @@
 """From scores to weights, and from weights to score gradients, in the window kernels on Hopper.
 
-A softmax may subtract any pivot from a row that keeps the weights within their type, not only the
-row's maximum. ``attend_guessed_pivot`` takes the maximum of the row's first 64 unmasked scores as a
-guess, and the sum of the weights tells whether it was good (``is_in_range``). It computes no
-maxima, which take a fifth of the time, and never rescales earlier sums. ``attend_online`` is the
-usual online softmax, for the windows where the guess failed.
+A softmax may subtract any pivot from a row as long as weights do not overflow, not only the row's
+maximum. ``attend_guessed_pivot`` takes the maximum of a row's scores in the first tile, before
+masking; the sum of the weights shows whether that was good enough (``is_in_range``). It saves the
+maxima of the other tiles, a fifth of the time, and the rescaling of earlier sums. ``attend_online``
+is the usual online softmax, for the windows where the guess failed.
 
-Scores of float16 inputs are float16, two to an instruction, where Triton would compute one at a
-time: hence the PTX. In the gradients, such a piece has 64 values of -pivot, then what rounding
-those to float16 lost, and -δ; sums are always float32.
+Scores of float16 inputs are float16, with PTX for two elements per instruction, which Triton does
+not generate. For the gradients a piece then has 64 values of -pivot, the 64 rounding errors of
+these, and -δ. Sums are always float32.
 """
 
 import struct
@@ -33,24 +33,24 @@ from .tiles import (
 def score_type(dtype):
     """The type of scores, weights and score gradients: float16 for float16, as in eager code.
 
-    The scale is rounded to it, and a row's pivot is multiplied by the same rounding factor, so the
-    relative error of a weight is proportional to its own exponent and not to the score.
+    The scale is rounded to it, and the pivot gets the same relative error, so the error of a
+    weight's exponent is proportional to that exponent and not to the score.
     """
     return gl.float16 if dtype == gl.float16 else gl.float32
 
 
 @gluon.constexpr_function
 def tiles_ahead(dtype):
-    """Tiles whose scores are computed at once; float16 takes half of the registers."""
+    """Tiles of scores in flight; float16 takes half of the registers."""
     return 2 if dtype == gl.float16 else 1
 
 
 def _exp2_ptx(polynomials: int, terms: int) -> str:
     """PTX of ``2 ** (factor · s + term)``, with one term or two, for four pairs of float16.
 
-    Exponentials bound the kernel, so ``polynomials`` of the pairs use a polynomial in their place:
-    ``x = n + f``; adding 1551 leaves 15 + n in the last five bits, and shifting those by ten gives
-    2 ** n. The result is 0 up to -15, and inf from 15.5 on.
+    The exponential unit bounds the kernel, so ``polynomials`` of the four pairs are computed by a
+    polynomial instead: ``x = n + f``; adding 1551 leaves 15 + n in the last five bits, and shifting
+    those by ten gives 2 ** n. The result is 0 up to -15, and inf from 15.5 on.
     """
     halves = {"least": -15.0, "most": 16.0, "magic": 1551.0}
     halves |= {"c0": 1.0, "c1": 0.6933, "c2": 0.2426, "c3": 0.05518}
@@ -87,7 +87,7 @@ EXP2_PLUS_PAIR = gl.constexpr(_exp2_ptx(polynomials=1, terms=2))
 
 @gluon.jit
 def exp2_minus(s, factor, pivot):
-    """2 ** (factor · s - pivot), inf from 2 ** 15.5 on; a quarter are polynomials."""
+    """2 ** (factor · s - pivot) in float16, inf from 2 ** 15.5 on; see ``_exp2_ptx``."""
     return gl.inline_asm_elementwise(
         EXP2_MINUS,
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
@@ -100,7 +100,7 @@ def exp2_minus(s, factor, pivot):
 
 @gluon.jit
 def exp2_plus_pair(s, factor, high, low):
-    """2 ** (factor · s + high + low): -pivot as two float16 numbers; otherwise as above."""
+    """2 ** (factor · s + high + low) in float16, with -pivot as two float16 values."""
     return gl.inline_asm_elementwise(
         EXP2_PLUS_PAIR,
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
@@ -113,7 +113,7 @@ def exp2_plus_pair(s, factor, high, low):
 
 @gluon.jit
 def mul_f16x2(a, b):
-    """A · b, two float16 products to an instruction."""
+    """Multiply float16 elements, two per instruction."""
     return gl.inline_asm_elementwise(
         "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.float16, is_pure=True, pack=2
     )
@@ -121,7 +121,7 @@ def mul_f16x2(a, b):
 
 @gluon.constexpr_function
 def _tile_spans(keys, tile):
-    """(first key, size) of the tiles of a piece: full tiles, then powers of two."""
+    """``(first key, size)`` of the tiles of a piece: full tiles, then powers of two."""
     spans, at = [], 0
     while at < keys:
         size = min(int(tile), 1 << (int(keys) - at).bit_length() - 1)
@@ -149,7 +149,7 @@ def _start_scores(
 
 @gluon.jit
 def _start_output(memory, slot, p, acc, l, AT: gl.constexpr, config):
-    """Start the products of weights with values and with ones; also returns those weights."""
+    """Start the products of weights with values and with ones; also return the operands."""
     T: gl.constexpr = p.shape[1]
     O_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.WIDTH, config.WARPS), 2)
     L_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(8, config.WARPS), 2)
@@ -164,7 +164,7 @@ def _start_output(memory, slot, p, acc, l, AT: gl.constexpr, config):
 
 @gluon.jit
 def _row_max(s, config):
-    """The maximum of every row in float32, first over the elements of one thread."""
+    """The maximum of every row in float32, reduced within each thread first."""
     partials = gl.max(s.to(gl.float32).reshape([config.ROWS, s.shape[1] // 8, 8]), 1)
     partials = gl.convert_layout(partials, product_layout(8, config.WARPS), assert_trivial=True)
     return gl.max(partials, 1)
@@ -188,7 +188,7 @@ def _weights_below_pivot(s, factor, pivot):
 def attend_guessed_pivot(
     memory, STREAM: gl.constexpr, step, use, factor, MASKED: gl.constexpr, config
 ):  # fmt: skip
-    """Pivots, sums and undivided results of a window's rows; check the sums (``is_in_range``)."""
+    """Pivots, sums and undivided results of a window's rows; the caller checks the sums."""
     DTYPE: gl.constexpr = score_type(memory.q.dtype)
     O_LAYOUT: gl.constexpr = product_layout(config.WIDTH, config.WARPS)
     q_slot = memory.q_barriers.slot(STREAM, step)
@@ -225,7 +225,7 @@ def _guessed_piece(
     memory, STREAM: gl.constexpr, use, q, row_one_hot, first, factor, pivot, l, acc,
     KEYS: gl.constexpr, MASKED: gl.constexpr, config,
 ):  # fmt: skip
-    """Add the keys of a piece; the scores of ``AHEAD`` tiles are computed at once."""
+    """Add the keys of a piece, with the scores of ``AHEAD`` tiles in flight."""
     DTYPE: gl.constexpr = score_type(q.dtype)
     SPANS: gl.constexpr = _tile_spans(KEYS, config.TILE)
     TILES: gl.constexpr = len(SPANS)
@@ -260,8 +260,8 @@ def _guessed_piece(
 def is_in_range(total, dtype: gl.constexpr):
     """Whether the weights of a guessed pivot stayed within their type, judged by their sum."""
     LEAST: gl.constexpr = 2.0**-4 if dtype == gl.float16 else 2.0**-64
-    MAX_REGIONS: gl.constexpr = 2.0**64
-    return (total > LEAST) & (total < MAX_REGIONS)
+    MOST: gl.constexpr = 2.0**64
+    return (total > LEAST) & (total < MOST)
 
 
 # --- online -------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def _online_piece(
     memory, STREAM: gl.constexpr, use, q, regions, row, first, mask_value, scale, m, l, acc,
     KEYS: gl.constexpr, config,
 ):  # fmt: skip
-    """Online softmax over the keys of a piece; scores are computed as in the gradients."""
+    """Online softmax over the keys of a piece; scores are rounded as in the gradients."""
     SPANS: gl.constexpr = _tile_spans(KEYS, ONLINE_TILE)
     DTYPE: gl.constexpr = score_type(q.dtype)
     memory.kv_barriers.wait_full(STREAM, use)
@@ -330,7 +330,7 @@ def _online_piece(
 
 # --- gradients ----------------------------------------------------------------------------------
 
-# The order in which a thread holds columns of scores, 16 bytes of it at a time (``make_deltas``).
+# The order in which threads hold columns of scores, so that 16 bytes are read at a time.
 HALF = gl.constexpr(gl.SharedLinearLayout([[1], [8], [16], [2], [4]]))
 WHOLE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [16], [2], [4], [32]]))
 
@@ -340,7 +340,7 @@ def load_values(
     piece, FIRST: gl.constexpr, COUNT: gl.constexpr, AXIS: gl.constexpr, dtype: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load 32 or 64 values of a piece, such as δ: one a row (``AXIS`` 1) or a column (0)."""
+    """Load 32 or 64 values of a piece, such as δ: one per row (``AXIS`` 1) or per column (0)."""
     ALL: gl.constexpr = PIECE * 32 // dtype.primitive_bitwidth
     some = piece._reinterpret(dtype, [ALL // COUNT, COUNT], FLAT).index(FIRST // COUNT)
     some = some._reinterpret(dtype, [COUNT], HALF if COUNT == PIECE // 2 else WHOLE)
@@ -362,7 +362,7 @@ def load_pivots(
 
 @gluon.jit
 def start_weight_gradient(a, b, deltas, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start dP = dO vᵀ, or its transpose; in float16 dP - δ."""
+    """Start dP = dO vᵀ, or its transpose; with ``deltas`` (-δ) dP - δ in float16."""
     R: gl.constexpr = a.shape[0]
     C: gl.constexpr = b.shape[0]
     made = gl.zeros([R, C], dtype, LAYOUT)
@@ -383,5 +383,5 @@ def compute_weights(s, scale, pivots):
 
 @gluon.jit
 def score_gradient(p, dp, deltas):
-    """DS = P ∘ (dP - δ), from the result of ``start_weight_gradient``."""
+    """``P ∘ (dP - δ)`` from the result of ``start_weight_gradient``."""
     return mul_f16x2(p, dp) if p.dtype == gl.float16 else p * (dp - deltas)

@@ -1,10 +1,10 @@
 """Helpers that the window kernels on Hopper share: bias, masks, products, results, and windows.
 
-Windows are taken by mask class. Those of one region need no mask, those of several one more product
-(``forward_kernel``), and the few with too many regions are compared element by element. A branch
-around an asynchronous product would make all products wait for each other, so each class has a
-loop of its own, for which the loading warp searches the windows. It stores the window's index
-beside its rows, and -1 when a class is done::
+Windows are processed by mask class: those of one region need no mask, those of several one more
+product (``forward_kernel``), and the few with too many regions compare regions element by element.
+A branch around an asynchronous product would serialise all products, so each class has its own
+loop. The loading warp finds the windows of the class and stores each one's index in its slot, and
+-1 at the end of the class::
 
     slot        rows of window 4     rows of 9     -           rows of 2, one-hot    -
     windows     4                    9             -1          2                     -1
@@ -23,8 +23,8 @@ CHUNK = gl.constexpr(32)  # columns of bias that are built at once
 ONLINE_TILE = gl.constexpr(constants.ONLINE_TILE)
 ONE_HOT_COLUMNS = gl.constexpr(constants.ONE_HOT_COLUMNS)
 SUM_KEYS = gl.constexpr(constants.SUM_KEYS)
-LARGEST = gl.constexpr(60_000.0)  # of a finite bias over the scale, within float16
-MOST_BIAS = gl.constexpr(44_000.0)  # of a finite bias: times log2(e) it is within float16
+LARGEST = gl.constexpr(60_000.0)  # bound of bias / scale, to fit in float16
+MOST_BIAS = gl.constexpr(44_000.0)  # bound of the bias: times log2(e) it fits in float16
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 NO_BIAS = gl.constexpr(constants.NO_BIAS)
 TABLE = gl.constexpr(constants.TABLE)
@@ -58,7 +58,7 @@ class StreamConfig:
     STREAMS: gl.constexpr
     WARPS: gl.constexpr
     ROWS: gl.constexpr  # of a stream
-    MASK_CLASSES: gl.constexpr  # whose windows the loading warp searches for
+    MASK_CLASSES: gl.constexpr  # number of mask classes
 
 
 @record
@@ -143,10 +143,10 @@ def apply_region_mask(s, regions, row, first, mask_value, num_tokens):
 
 @gluon.constexpr_function
 def products_in_flight(tile, tiles, ahead, first, second):
-    """How many later products may still run when the first products of a tile are complete.
+    """Number of later products that may still be in flight when a tile's first ones are needed.
 
-    ``ahead`` tiles are started at once, with ``first`` products each; the next tile is started
-    after the ``second`` products of a tile.
+    ``ahead`` tiles are in flight, with ``first`` products each; the next tile's are issued after
+    the ``second`` products of a tile.
     """
     started = min(int(tile) + int(ahead), int(tiles)) - int(tile) - 1
     return int(first) * started + int(second) * min(int(tile), int(ahead) - 1)
@@ -154,7 +154,7 @@ def products_in_flight(tile, tiles, ahead, first, second):
 
 @gluon.jit
 def rows_of(piece, FIRST: gl.constexpr, T: gl.constexpr):
-    """``T`` rows of a piece from row ``FIRST`` on, as an operand of a product."""
+    """``T`` rows of a piece from row ``FIRST`` on, as an operand of ``wgmma``."""
     RANK: gl.constexpr = len(piece.shape)
     WIDTH: gl.constexpr = piece.shape[RANK - 1]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, rank=2)
@@ -186,11 +186,11 @@ def row_addresses(out, window, head, first_row, config):
 
 @gluon.jit
 def store_bias_sums(out, sums, chunk, head, first_row, tile, config):
-    """Write a tile's sums as threads hold them, 16 bytes of each side by side (``sum_tiles``)."""
+    """Write a tile's sums in the accumulator's order, 16 bytes a thread (see ``sum_tiles``)."""
     KEY_TILES: gl.constexpr = (config.NUM_TOKENS + SUM_KEYS - 1) // SUM_KEYS
     ROW_TILES: gl.constexpr = (config.NUM_TOKENS + PIECE - 1) // PIECE
     LAYOUT: gl.constexpr = gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
-    # Rows split into warp, group of eight and place; keys into group of eight, pair and place.
+    # Rows are split into (warp, half, row of eight), keys into (eight, pair, element).
     numbers = sums.reshape([4, 2, 8, 2, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2, 128, 4])
     numbers = gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
     eight = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -204,7 +204,7 @@ def store_bias_sums(out, sums, chunk, head, first_row, tile, config):
 
 @record
 class Windows:
-    """The windows of a program; neighbours, often of one mask class, go to different programs."""
+    """The windows of a program: every ``num_chunks``-th of all, to balance mask classes."""
 
     mask_classes: gl.tensor  # int32 [num_masks]
     num_masks: gl.tensor
@@ -215,14 +215,14 @@ class Windows:
 
     @gluon.jit
     def at(self, place):
-        """The window at a place: one of every ``num_chunks``, rotated, since grids are periodic."""
+        """The window at a place; rotated, since mask classes repeat periodically over an image."""
         is_whole = place < self.num_windows // self.num_chunks
         rotated = (self.chunk + place) % self.num_chunks
         return place * self.num_chunks + gl.where(is_whole, rotated, self.chunk)
 
     @gluon.jit
     def find(self, base, MASK_CLASS: gl.constexpr, MASK: gl.constexpr):
-        """One warp: a bit for each of 32 places from ``base`` on with a window of a class."""
+        """One warp: a bit for each of 32 places from ``base`` on whose window is of the class."""
         LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         lane = gl.arange(0, 32, LANES)
         found = base + lane < self.count
@@ -260,7 +260,7 @@ def locate_work(mask_classes, num_masks, num_windows, num_chunks, config):
 
 @gluon.jit
 def zero_steps(anything, config):
-    """The step of every stream at the start."""
+    """Step 0 of every stream, as a tensor like ``anything``."""
     steps = ()
     for _ in gl.static_range(config.STREAMS):
         steps = steps + (anything * 0,)  # type: ignore[assignment] # noqa: RUF005
@@ -269,7 +269,7 @@ def zero_steps(anything, config):
 
 @gluon.jit
 def advance_steps(steps, taken):
-    """The step of every stream after those that are ``taken`` advanced by one."""
+    """Advance the streams that are ``taken`` by one step."""
     after = ()
     for s in gl.static_range(len(steps)):
         after = after + (steps[s] + taken[s].to(gl.int32),)  # type: ignore[assignment] # noqa: RUF005
@@ -285,7 +285,7 @@ def store_window_index(windows, slot, window):
 
 @gluon.jit
 def signal_end(barriers, windows, steps):
-    """One warp: tell every stream that a mask class has no more windows."""
+    """One warp: signal every stream that a mask class has no more windows."""
     after = ()
     for s in gl.static_range(len(steps)):
         barriers.wait_empty(s, steps[s])

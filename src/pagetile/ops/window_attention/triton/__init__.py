@@ -52,7 +52,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
 def backward(
     problem: Problem, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Gradients:
-    """Launch one kernel for all gradients, or the row and the column kernel, and sum the bias's."""
+    """Launch one kernel for all gradients, or the row and column kernels; sum the bias gradient."""
     plan, _, key = _plan_and_keys(problem, DeviceInfo.of(x.q.device))
     arguments = TritonArguments(problem, x, dout)
     if plan.one_tile_stages:

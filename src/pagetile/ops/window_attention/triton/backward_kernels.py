@@ -6,13 +6,14 @@
     dQ = scale · dS K     dK = scale · dSᵀ Q     dV = Pᵀ dO      dB = Σ over windows of dS
 
 Windows of several tiles take two kernels: ``row_gradients`` computes dQ and dB, and
-``column_gradients`` dK and dV. Both visit windows as the forward kernel does, so a program meets
-the same tile of the bias gradient in every window and sums it in registers: no atomics, and sums in
-a fixed order. Registers hold few such tiles, so the row kernel is launched for one group of keys at
-a time and keeps dQ in float32 between launches. The sums of chunks of windows are added up later.
+``column_gradients`` dK and dV. A program owns a tile of tokens of one head and visits its windows,
+so it computes the same tile of the bias gradient in every window and sums it in registers, without
+atomics and in a fixed order. Registers hold few such tiles, so the row kernel is launched for one
+group of keys at a time and keeps dQ in float32 between launches. The sums of chunks of windows are
+added up later.
 
 Windows of one tile take one kernel, ``window_gradients``: five products instead of seven, and
-every operand is loaded once.
+every operand is loaded once. Grids are those of the forward kernel.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def row_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """DQ by tiles of tokens; partial dB and gradients of the scale by chunks of windows."""
+    """Compute dQ of a tile of tokens, and partial sums of dB and of the scale's gradient."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -209,7 +210,7 @@ def column_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """DK and dV by tiles of keys."""
+    """Compute dK and dV of a tile of keys."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -277,9 +278,9 @@ def invert_offsets(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Invert ``rel_offsets``: for each number, the token at the smallest offset plus that number.
+    """Invert ``rel_offsets``: entry n is the token whose offset is the smallest offset plus n.
 
-    Writes -1 where there is no such token, and the smallest offset itself at the end.
+    It is -1 if there is no such token; the last entry is the smallest offset.
     """
     find_tokens(tokens, offsets, tl.program_id(0), num_tokens, size, TILE, WIDTH)
 
@@ -288,7 +289,7 @@ def invert_offsets(
 def find_tokens(
     tokens, offsets, tile, num_tokens, size, TILE: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """``invert_offsets`` for one tile of numbers."""
+    """One tile of ``invert_offsets``."""
     number = tile * TILE + tl.arange(0, TILE)
     token = tl.arange(0, WIDTH)
     u = tl.load(offsets + token, mask=token < num_tokens, other=2147483647)
@@ -311,7 +312,7 @@ def table_gradient(
 ):
     """Sum the bias gradient over the pairs of tokens that share a row of the table.
 
-    Few candidate pairs exist, so the loop is bound by latency and loads many of them at once.
+    Candidate pairs are few, so the loop is bound by latency and loads many of them at once.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
@@ -375,7 +376,7 @@ def window_gradients(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one head of a chunk of windows."""
+    """Compute all gradients of one head of a chunk of windows."""
     head = tl.program_id(0) % NUM_HEADS
     chunk = tl.program_id(0) // NUM_HEADS
     rows = tl.arange(0, TILE_M)
@@ -400,7 +401,7 @@ def window_gradients(
             dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
         )
         row_at = window * lse_window + head * NUM_TOKENS + rows
-        # lse is inf past the end, so that no mask makes weights of those rows.
+        # lse is inf past the end, so that those rows get weights of 0.
         pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
         # weights
         q_tile, k_tile = normalise(q_raw, eps, COSINE), normalise(k_raw, eps, COSINE)
@@ -413,8 +414,8 @@ def window_gradients(
         p = tl.exp2(s - pivot[:, None])
         # score gradients
         dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
-        # With the whole row at hand, δ follows from the weights and not from the rounded output.
-        # A row of dS then sums to 0 exactly as its weights do, however those were rounded.
+        # A program has whole rows, so δ is computed from the weights, not from the rounded output:
+        # a row of dS then sums to 0 up to float32 rounding.
         total = tl.sum(p, 1)
         delta = tl.sum(p * dp, 1) / tl.where(total > 0.0, total, 1.0)
         if HAS_DLSE:

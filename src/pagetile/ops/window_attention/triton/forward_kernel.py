@@ -1,4 +1,4 @@
-"""Window attention forward in Triton: a tile of queries visits the windows, its bias in registers.
+"""Window attention forward in Triton: a program keeps its tile's bias and visits many windows.
 
 ::
 
@@ -12,8 +12,8 @@ ahead::
                                        k0 k1 k2 …    k0 k1 k2 …
                                        └ online softmax over a row's tiles, all unrolled
 
-Grid: tiles of tokens × heads × chunks of windows. Programs of one window are neighbours, so its
-keys come from memory once, and from L2 for the others.
+Grid: tiles of tokens × heads × chunks of windows. Programs of one window are neighbours, so all but
+the first read its keys from L2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....tiles.triton.online_softmax import finish, weigh
+from ....tiles.triton.online_softmax import finish, update_softmax
 from .tiles import (
     RELOADED,
     head_scale,
@@ -69,7 +69,7 @@ def attend(
     D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The kernel; see the module docstring."""
+    """See the module docstring."""
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -104,7 +104,7 @@ def attend(
                 offsets, mask_at, is_masked, rows, keys, head, centre, mask_value, mask_row,
                 num_heads, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, False,
             )  # fmt: skip
-            p, decay, m, l = weigh(s, m, l)
+            p, decay, m, l = update_softmax(s, m, l)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="tf32x3")
             first += TILES[t]
         # finish and store

@@ -1,4 +1,4 @@
-"""Gather rows by an index on a GPU, in one launch and at the speed of a copy.
+"""Gather rows by an index on a GPU in one launch.
 
 ::
 

@@ -1,9 +1,8 @@
 """Helpers of the Triton window kernels: tiles of rows, of bias, of mask, and of scores.
 
-Scores are in powers of two: products are multiplied by ``scale · log2(e)`` and the bias by
-``log2(e)``. A program's bias tile is the same in every window, so it is loaded once, rounded to
-float16 like the operands of the products, and kept in registers. Most windows of a shifted map have
-one region and skip the mask.
+Scores are in base 2: products are multiplied by ``scale · log2(e)`` and the bias by ``log2(e)``. A
+program's bias tile is the same in every window, so it is loaded once, rounded to float16, and kept
+in registers or shared memory, if it fits. Windows of one region, which most are, skip the mask.
 """
 
 from __future__ import annotations
@@ -59,12 +58,10 @@ def normalise_gradient(gradient, x, eps):
     inverse = inverse_norm(wide, eps)
     unit = wide * inverse[:, None]
     along = tl.sum(unit * gradient, 1)
-    bias_tiles = tl.where(
-        inverse * eps < 1.0, along, 0.0
-    )  # a norm below eps is clamped to a constant
-    result = (gradient - unit * bias_tiles[:, None]) * inverse[:, None]
+    projected = tl.where(inverse * eps < 1.0, along, 0.0)  # a norm below eps is a constant
+    result = (gradient - unit * projected[:, None]) * inverse[:, None]
     if x.dtype == tl.float16:
-        # A row of zeros has a gradient of up to 1 / eps. It must stay finite: further back it is
+        # A row of zeros has a gradient of up to 1 / eps. It must stay finite, because it is later
         # multiplied by zeros, and 0 · inf is NaN.
         result = tl.minimum(tl.maximum(result, -65504.0), 65504.0)
     return result, along
@@ -109,7 +106,7 @@ def load_bias_tiles(
             bias, offsets, rows, columns, head, centre, num_heads, NUM_TOKENS, BIAS, TRANSPOSED
         )
         if BIAS_CACHE == SHARED:
-            tile = tl.maximum(tile, -60000.0)  # its product with zeros is NaN for -inf
+            tile = tl.maximum(tile, -60000.0)  # -inf times a zero of the identity would be NaN
         tiles += (tile.to(tl.float16),)  # type: ignore[assignment]
         first_column += TILES[t]
     return tiles
@@ -122,7 +119,7 @@ def add_bias(
 ):  # fmt: skip
     """Scale a tile of products in float32, so that all kernels get the same scores, and add bias.
 
-    A tile in shared memory is added by a product with the identity, which needs no registers.
+    A tile in shared memory is added by a product with the identity, which saves registers.
     """
     if BIAS_CACHE == SHARED:
         row, column = tl.arange(0, s.shape[0]), tl.arange(0, s.shape[0])
@@ -161,10 +158,10 @@ def score_tile(
     mask_row, num_heads, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
     BIAS_CACHE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile in powers of two: ``scale · log2(e) · a bᵀ`` with bias and mask.
+    """Scores of a tile in base 2: ``scale · log2(e) · a bᵀ`` with bias and mask.
 
     ``cached`` is the bias tile, unless ``BIAS_CACHE`` is ``RELOADED``. ``mask`` points to the
-    window's. ``TRANSPOSED``: the tile's rows are keys (``a``) and its columns queries (``b``).
+    window's mask. ``TRANSPOSED``: the rows are keys (``a``) and the columns queries (``b``).
     """
     s = tl.dot(a, b.T, input_precision="tf32x3")
     s = add_bias(
@@ -178,13 +175,13 @@ def score_tile(
 
 @triton.jit
 def find_pivot(lse):
-    """A row's log-sum-exp in powers of two; 0 for a row without keys (its weights are 0)."""
+    """A row's log-sum-exp in base 2; 0 for a row without keys, whose weights are 0."""
     return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
 
 
 @triton.jit
 def load_mask_flag(needs_mask, window, MASK: tl.constexpr, ALWAYS: tl.constexpr):
-    """Load whether a window has several regions; with ``ALWAYS`` masking is cheaper than that."""
+    """Load whether a window has several regions; 1 with ``ALWAYS``, if masking costs no more."""
     answer = 1
     if MASK == REGIONS and not ALWAYS:
         answer = tl.load(needs_mask + window)
