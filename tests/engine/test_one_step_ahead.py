@@ -20,6 +20,7 @@ import torch
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine, kernel_steps
 from pagetile.engine.cuda_graphs import StepGraphs
+from pagetile.engine.detokenizer import Detokenizer
 from pagetile.engine.structured_outputs import StructuredOutputsParams
 from pagetile.engine.warming import run_made_up
 from pagetile.kv_cache import BlockPool
@@ -113,14 +114,22 @@ def is_same(output: Any, expected: Any) -> bool:
 # --- one rule, one test ------------------------------------------------------------------------
 
 
-def test_the_next_step_is_launched_before_tokens_are_read(engine: Engine) -> None:
+def test_the_next_step_is_launched_before_tokens_are_read_and_turned_into_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = []
-    run, read = engine._runner.run, engine._runner.read
-    engine._runner.run = lambda *args: events.append("launch") or run(*args)  # type: ignore
-    engine._runner.read = lambda launched: events.append("read") or read(launched)  # type: ignore
-    engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4))
+
+    def note(owner: Any, name: str, event: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: events.append(event) or call(*args))
+
+    note(engine._runner, "run", "launch")
+    note(engine._runner, "read", "read")
+    note(Detokenizer, "append", "text")
+    engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4), stream=True)
     finish(engine)
-    assert events == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
+    ahead = ["launch", "read", "text"]
+    assert events == ["launch", *ahead * 3, "read", "text"]
 
 
 @pytest.mark.parametrize(
@@ -453,6 +462,8 @@ class Machine:
 
     num_layers = 3
     lengths = (3, 9, 15)
+    longest = 8
+    """Tokens of a prompt, without the common beginning."""
     failing = 0.06
     """Part of the steps that fail."""
     compared = 1.0
@@ -517,7 +528,7 @@ class Machine:
     def add(self) -> None:
         rng = self.rng
         head = rng.choice([(), (11, 12, 13, 14, 15, 16, 17, 18, 19)])
-        prompt = head + tuple(rng.randrange(3, 96) for _ in range(rng.randint(1, 8)))
+        prompt = head + tuple(rng.randrange(3, 96) for _ in range(rng.randint(1, self.longest)))
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.9]),
             seed=rng.randrange(5),
@@ -624,6 +635,42 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
         preemptions += machine.engine.counts.preemptions
         failures += machine.num_failures
     assert min(preemptions, failures, late) > 5, "the machine mixes all of it"
+
+
+class Tight(Machine):
+    """As few rows, blocks and tokens a step as there can be, and prompts as long as a sequence."""
+
+    num_layers = 1
+    longest = MAX_LEN - 10
+    failing = 0.02
+
+    def choose_options(self) -> dict[str, Any]:
+        rng = self.rng
+        self.num_rows = rng.choice([1, 2, 3, 3])
+        return {
+            "num_blocks": rng.choice([10, 11]),
+            "is_ahead": rng.random() < 0.7,
+            "max_num_seqs": self.num_rows,
+            "max_num_batched_tokens": rng.choice([self.num_rows, 4, 64]),
+            "enable_prefix_caching": rng.random() < 0.8,
+            "num_speculative_tokens": rng.choice([0, 0, 3]),
+        }
+
+    def choose_more(self) -> dict[str, Any]:
+        num_samples, length = self.rng.choice([1, self.num_rows]), self.rng.choice([1, 2, 9, None])
+        return {"n": num_samples, "max_tokens": length, "min_tokens": 0}
+
+
+def test_the_smallest_rooms_lose_nothing() -> None:
+    preemptions = 0
+    for seed in range(8):
+        machine = Tight(seed)
+        for _ in range(50):
+            machine.rng.choices([machine.add, machine.abort, machine.step], [4, 1, 14])[0]()
+            machine.check()
+        machine.finish()
+        preemptions += machine.engine.counts.preemptions
+    assert preemptions > 3
 
 
 class Replayed(StepGraphs):
