@@ -195,14 +195,14 @@ class Scheduler:
         child.num_tokens, child.last_step = parent.num_tokens, step.number
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Free all blocks and rows, empty the prefix index, and queue new sequences.
+        """Free all blocks and rows, and queue new sequences.
 
         Args:
             sequences: In the order of their arrival. Those of requests that had started go first.
         """
         self.pool.clear()
         if self.index is not None:
-            self.index.clear()
+            self.index.repair()
         self.running, self.ended, self._free_rows = [], [], list(range(self.max_num_seqs))[::-1]
         self._all_decode, self._num_held, self._completed = False, 0, self._num_scheduled - 1
         self.waiting = deque(sorted(sequences, key=lambda s: s.request.num_cached_tokens is None))

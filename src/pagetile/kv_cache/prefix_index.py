@@ -190,6 +190,11 @@ class PrefixIndex:
         self._blocks.clear()
         self._links.clear()
 
+    def repair(self) -> None:
+        """Remove entries that an interrupted ``insert`` or ``forget`` has left half made."""
+        found = {b: link for b, link in self._links.items() if self._blocks.get(link.digest) == b}
+        self._links, self._blocks = found, {link.digest: block for block, link in found.items()}
+
     def check(self) -> None:
         """Raise AssertionError unless blocks and digests name each other and are right."""
         if len(self._blocks) != len(self._links):
