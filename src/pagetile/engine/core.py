@@ -188,7 +188,7 @@ class Engine:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             cache_salt=cache_salt,
             stream=stream,
-            make_grammar=form and self.grammars.compile(form),
+            make_grammar=None if form is None else self.grammars.compile(form),
             decode_token=self.decode_token,
             generates=generates,
             arrival_time=time.perf_counter() if arrival_time is None else arrival_time,

@@ -158,8 +158,8 @@ class Runner:
         numbers = torch.arange(len(rows) + 1, device=self.device)
         shared = None
         if step.prefix_groups is not None:
-            groups = [torch.from_numpy(np.array(n, np.int32)) for n in step.prefix_groups]
-            shared = SharedPrefixes(*groups)
+            starts, lens = (torch.from_numpy(np.array(n, np.int32)) for n in step.prefix_groups)
+            shared = SharedPrefixes(starts, lens)
         batch = ForwardBatch(
             token_ids=self.sampler.last_tokens[where],
             positions=positions,
