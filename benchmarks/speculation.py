@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 def make_prompt(llm: LLM, num_tokens: int) -> list[int]:
     """Python code of so many tokens."""
-    token_ids = llm.engine.encode(inspect.getsource(textwrap)[: 8 * num_tokens])
+    token_ids = llm.engine.inputs.encode(inspect.getsource(textwrap)[: 8 * num_tokens])
     return token_ids[:num_tokens]
 
 

@@ -30,7 +30,9 @@ def test_the_mini_engine_says_what_the_engine_says(example):
     engine = mini.Engine(mini.Llama(path()), num_blocks=24)
     llm = LLM(dtype="float32", num_blocks=64)
     common = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def "
-    prompts = [llm.engine.encode(common + name) for name in ("open", "close", "read", "lines")]
+    prompts = [
+        llm.engine.inputs.encode(common + name) for name in ("open", "close", "read", "lines")
+    ]
     first = engine.add(prompts[0], 20)
     while engine.running or engine.waiting:
         engine.step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def send_integers(numbers: Any, device: torch.device) -> Tensor:
+    """Numbers, in lists, as int64 on the device."""
+    return send(np.array(numbers, np.int64), device)
 
 
 def pack(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:

@@ -175,10 +175,7 @@ def serve(llm: LLM, main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], **opti
             assert not served.num_requests
             return result
 
-    try:
-        return asyncio.run(asyncio.wait_for(run(), 60))
-    finally:
-        llm.engine.on_step = None
+    return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -302,7 +299,42 @@ def test_a_prompt_that_waits_for_a_thread_is_refused_when_the_engine_closes(llm:
         await beside
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    llm.engine.on_step = None
+
+
+def test_an_llm_has_one_user_at_a_time_and_the_others_are_told(llm: LLM) -> None:
+    """Else two threads would step one scheduler."""
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate("x =", GREEDY, use_tqdm=False),
+        lambda: llm.stream("x =", GREEDY),
+        lambda: next(early.pop()),  # a stream starts when its first delta is taken
+        lambda: AsyncLLM(llm),
+        lambda: AsyncLLM(llm.engine),
+        llm.reset_prefix_cache,
+    ]
+    early = [llm.stream("x =", GREEDY) for _ in range(5)]
+
+    def refuse_all() -> None:
+        num_threads, on_step = threading.active_count(), llm.engine.on_step
+        for call in calls:
+            with pytest.raises(RequestError, match=r"AsyncLLM.*close"):
+                call()
+        assert (threading.active_count(), llm.engine.on_step) == (num_threads, on_step)
+
+    async def main() -> Any:
+        async with AsyncLLM(llm) as served:
+            running = asyncio.ensure_future(last(served.generate("y =", GREEDY)))
+            await asyncio.to_thread(refuse_all)
+            await running
+            refuse_all()  # idle, but open
+            return running.result().outputs[0].token_ids
+
+    for _ in range(2):  # closed, it is free again
+        found = asyncio.run(asyncio.wait_for(main(), 60))
+    stream = llm.stream("x =", LONG)
+    next(stream)
+    refuse_all()
+    stream.close()
+    assert llm.generate("y =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == found
 
 
 def test_generators_dropped_half_way_give_their_blocks_back(llm: LLM) -> None:
@@ -342,10 +374,6 @@ def test_an_observer_that_raises_ends_the_engine_and_answers_all(llm: LLM) -> No
         await served.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    llm.engine.on_step = None
-    for request_id in [*llm.engine._requests]:
-        llm.engine.abort(request_id)
-        llm.engine.take_output(request_id)
 
 
 def test_a_crowd_that_leaves_in_every_way_leaves_nothing_behind(llm: LLM) -> None:

@@ -65,7 +65,7 @@ def test_the_demo_checkpoint_generates_what_transformers_does(recorded: LLM) -> 
 
     model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32).to(CUDA)
     for prompt, [computed] in zip(PROMPTS, tokens(recorded, PROMPTS, GREEDY), strict=True):
-        ids = torch.tensor([recorded.engine.encode(prompt)], device=CUDA)
+        ids = torch.tensor([recorded.engine.inputs.encode(prompt)], device=CUDA)
         reference = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

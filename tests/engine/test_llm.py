@@ -82,7 +82,7 @@ def test_the_demo_checkpoint_continues_python(llm: LLM) -> None:
 
 
 def test_token_ids_are_prompts_too(llm: LLM) -> None:
-    token_ids = llm.engine.encode(PROMPTS[0])
+    token_ids = llm.engine.inputs.encode(PROMPTS[0])
     [text], [ids] = (llm.generate(p, GREEDY, use_tqdm=False) for p in (PROMPTS[0], token_ids))
     assert ids.prompt is None
     assert ids.outputs == text.outputs
@@ -232,7 +232,7 @@ def test_a_prompt_whose_scores_fail_fails_alone(llm: LLM, monkeypatch) -> None:
     def fail(*_):
         raise ValueError("no scores today")
 
-    monkeypatch.setattr("pagetile.engine.core.score_prompt", fail)
+    monkeypatch.setattr("pagetile.engine.prompt_logprobs._score", fail)
     params = [GREEDY, replace(GREEDY, prompt_logprobs=0)]
     good, bad = llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert good.outputs[0].finish_reason in ("stop", "length")
@@ -515,7 +515,7 @@ def test_salted_requests_share_no_prefix(llm: LLM) -> None:
 
 def test_prompts_may_be_dictionaries_with_a_cache_salt(llm: LLM) -> None:
     text = PROMPTS[0]
-    token_ids = llm.engine.encode(text)
+    token_ids = llm.engine.inputs.encode(text)
     expected = llm.generate([text, token_ids], GREEDY, use_tqdm=False)
     prompts = [{"prompt": text}, {"prompt_token_ids": token_ids, "cache_salt": None}]
     found = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -607,7 +607,7 @@ def test_a_tokenizer_may_come_from_elsewhere(llm: LLM, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).unlink()
     assert LLM(other, num_blocks=8).engine.tokenizer is None
-    assert LLM(other, tokenizer=demo.path(), num_blocks=8).engine.encode("x =")
+    assert LLM(other, tokenizer=demo.path(), num_blocks=8).engine.inputs.encode("x =")
 
 
 @pytest.mark.parametrize("tokenizer", [5, "no/such/directory", object], ids=str)

@@ -20,6 +20,8 @@ import torch
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine, kernel_steps
 from pagetile.engine.cuda_graphs import StepGraphs
+from pagetile.engine.detokenizer import Detokenizer
+from pagetile.engine.structured_outputs import StructuredOutputsParams
 from pagetile.engine.warming import run_made_up
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
@@ -49,7 +51,7 @@ def make_engine(
     for layer in (*cache.k, *cache.v):
         layer.fill_(torch.nan)  # unwritten memory spoils any row that reads it
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
-    return Engine(
+    engine = Engine(
         model,
         cache,
         Letters(),
@@ -57,6 +59,8 @@ def make_engine(
         async_scheduling=is_ahead,
         **options,
     )
+    engine.grammars.compile = lambda form: OddOnly  # type: ignore[assignment, method-assign]
+    return engine
 
 
 @pytest.fixture
@@ -110,14 +114,22 @@ def is_same(output: Any, expected: Any) -> bool:
 # --- one rule, one test ------------------------------------------------------------------------
 
 
-def test_the_next_step_is_launched_before_tokens_are_read(engine: Engine) -> None:
+def test_the_next_step_is_launched_before_tokens_are_read_and_turned_into_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = []
-    run, read = engine._runner.run, engine._runner.read
-    engine._runner.run = lambda *args: events.append("launch") or run(*args)  # type: ignore
-    engine._runner.read = lambda launched: events.append("read") or read(launched)  # type: ignore
-    engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4))
+
+    def note(owner: Any, name: str, event: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: events.append(event) or call(*args))
+
+    note(engine._runner, "run", "launch")
+    note(engine._runner, "read", "read")
+    note(Detokenizer, "append", "text")
+    engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=4), stream=True)
     finish(engine)
-    assert events == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]
+    ahead = ["launch", "read", "text"]
+    assert events == ["launch", *ahead * 3, "read", "text"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +221,7 @@ def test_nothing_is_preempted_while_a_step_is_in_flight() -> None:
 
     def watched(sequence: Any) -> None:
         seen.append(len(engine._in_flight))
-        assert sequence.num_unread == 0
+        assert sequence.num_tokens == len(sequence.token_ids)
         preempt(sequence)
 
     engine.scheduler._preempt = watched  # type: ignore[method-assign]
@@ -294,7 +306,9 @@ def test_a_failed_launch_is_waited_for_before_its_memory_is_used_again(
     events = []
     run, restart, wait = engine._runner.run, engine.scheduler.restart, engine._runner.wait
     monkeypatch.setattr(engine._runner, "wait", lambda: events.append("wait") or wait())
-    monkeypatch.setattr(engine.scheduler, "restart", lambda: events.append("restart") or restart())
+    monkeypatch.setattr(
+        engine.scheduler, "restart", lambda new: events.append("restart") or restart(new)
+    )
 
     def fail(*args: Any) -> Any:
         if len(engine._in_flight) == num_in_flight:
@@ -350,6 +364,9 @@ def test_blocks_that_led_to_nan_are_never_found(
     request_id = engine.add_request(prompt, GREEDY)
     finish(engine)
     assert engine.take_output(request_id).num_cached_tokens == 0
+
+
+GROWING = StructuredOutputsParams(grammar="of OddOnly, whatever it says")
 
 
 class OddOnly:
@@ -423,8 +440,8 @@ def test_a_request_gets_no_delta_of_an_earlier_one_of_its_name(engine: Engine) -
 
 
 def test_a_grammar_sees_each_token_before_it_restricts_the_next(engine: Engine) -> None:
-    params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=12)
-    request_id = engine.add_request([5, 6, 7], params, make_grammar=OddOnly)
+    params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=12, structured_outputs=GROWING)
+    request_id = engine.add_request([5, 6, 7], params)
     other = engine.add_request([8, 9], GREEDY)
     finish(engine)
     for output in engine.take_output(request_id).outputs:
@@ -445,6 +462,8 @@ class Machine:
 
     num_layers = 3
     lengths = (3, 9, 15)
+    longest = 8
+    """Tokens of a prompt, without the common beginning."""
     failing = 0.06
     """Part of the steps that fail."""
     compared = 1.0
@@ -491,7 +510,7 @@ class Machine:
     def choose_options(self) -> dict[str, Any]:
         rng = self.rng
         return {
-            "num_blocks": rng.choice([10, 14, 30]),
+            "num_blocks": rng.choice([10, 12, 20]),
             "is_ahead": rng.random() < 0.8,
             "max_num_batched_tokens": rng.choice([8, 12, 64]),
             "enable_prefix_caching": rng.random() < 0.8,
@@ -509,7 +528,7 @@ class Machine:
     def add(self) -> None:
         rng = self.rng
         head = rng.choice([(), (11, 12, 13, 14, 15, 16, 17, 18, 19)])
-        prompt = head + tuple(rng.randrange(3, 96) for _ in range(rng.randint(1, 8)))
+        prompt = head + tuple(rng.randrange(3, 96) for _ in range(rng.randint(1, self.longest)))
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.9]),
             seed=rng.randrange(5),
@@ -527,9 +546,7 @@ class Machine:
         )
         params = replace(params, **self.choose_more())
         stream = rng.random() < 0.5
-        request_id = self.engine.add_request(
-            prompt, params, stream=stream, priority=rng.choice([0, 0, 1])
-        )
+        request_id = self.engine.add_request(prompt, params, stream=stream)
         self.asked[request_id] = prompt, params
         self.live.append(request_id)
 
@@ -618,6 +635,42 @@ def test_whatever_happens_each_request_gets_what_it_gets_alone(group: int) -> No
         preemptions += machine.engine.counts.preemptions
         failures += machine.num_failures
     assert min(preemptions, failures, late) > 5, "the machine mixes all of it"
+
+
+class Tight(Machine):
+    """As few rows, blocks and tokens a step as there can be, and prompts as long as a sequence."""
+
+    num_layers = 1
+    longest = MAX_LEN - 10
+    failing = 0.02
+
+    def choose_options(self) -> dict[str, Any]:
+        rng = self.rng
+        self.num_rows = rng.choice([1, 2, 3, 3])
+        return {
+            "num_blocks": rng.choice([10, 11]),
+            "is_ahead": rng.random() < 0.7,
+            "max_num_seqs": self.num_rows,
+            "max_num_batched_tokens": rng.choice([self.num_rows, 4, 64]),
+            "enable_prefix_caching": rng.random() < 0.8,
+            "num_speculative_tokens": rng.choice([0, 0, 3]),
+        }
+
+    def choose_more(self) -> dict[str, Any]:
+        num_samples, length = self.rng.choice([1, self.num_rows]), self.rng.choice([1, 2, 9, None])
+        return {"n": num_samples, "max_tokens": length, "min_tokens": 0}
+
+
+def test_the_smallest_rooms_lose_nothing() -> None:
+    preemptions = 0
+    for seed in range(8):
+        machine = Tight(seed)
+        for _ in range(50):
+            machine.rng.choices([machine.add, machine.abort, machine.step], [4, 1, 14])[0]()
+            machine.check()
+        machine.finish()
+        preemptions += machine.engine.counts.preemptions
+    assert preemptions > 3
 
 
 class Replayed(StepGraphs):

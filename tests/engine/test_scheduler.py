@@ -32,13 +32,12 @@ class Steps:
         self,
         num_tokens: int,
         max_new: int = 100,
-        priority: int = 0,
         head: tuple[int, ...] = (),
         **options: Any,
     ) -> Any:
         params = SamplingParams(max_tokens=max_new, **options)
         prompt = [*head, *(1000 * self.next_id + at for at in range(len(head), num_tokens))]
-        request = Request(self.next_id, None, tuple(prompt), params, 0, priority=priority)
+        request = Request(self.next_id, None, tuple(prompt), params, 0)
         sequence = Sequence(
             request, 0, prompt, BlockTable(self.pool), self.index.block_hashes(),
             Detokenizer(None, params), num_tokens + max_new, frozenset(),
@@ -236,15 +235,6 @@ def test_a_block_is_left_for_each_running_sequence() -> None:
     assert not steps.scheduler.counts.preemptions
 
 
-def test_lower_priorities_are_admitted_first_and_equals_by_arrival() -> None:
-    steps = Steps(64, max_num_seqs=1)
-    added = [steps.add(4, max_new=1, priority=p) for p in (1, 0, 1, 0, -2)]
-    order = []
-    while steps.scheduler.has_work:
-        order += steps.step().sequences
-    assert order == [added[4], added[1], added[3], added[0], added[2]]
-
-
 # --- a common beginning ------------------------------------------------------------------------
 
 HEAD = tuple(range(-34, 0))  # eight blocks and two tokens
@@ -286,7 +276,8 @@ def test_a_held_prompt_goes_on_if_what_it_waits_for_is_never_indexed(event: str)
     assert step is not None
     assert step.sequences == [first]
     if event == "failure":
-        scheduler.restart()
+        scheduler.restart([])
+        first, second = steps.add(40, head=HEAD), steps.add(40, head=HEAD)
         assert steps.step().sequences == [first], "it is computed again, and the other held"
         assert steps.step().sequences == [first, second]
         return

@@ -19,8 +19,8 @@ from host_sampling import list_tokens, sample
 from test_one_step_ahead import (
     BLOCK_SIZE,
     GREEDY,
+    GROWING,
     Machine,
-    OddOnly,
     alone,
     finish,
     is_same,
@@ -60,8 +60,8 @@ class Oracle:
 def with_oracle(engine: Engine, wrong: float = 0.0, seed: int = 0) -> Engine:
     make, rng = engine._new_sequence, random.Random(seed)
 
-    def new(request: Any, token_ids: list[int]) -> Any:
-        sequence = make(request, token_ids)
+    def new(*arguments: Any) -> Any:
+        sequence = make(*arguments)
         if sequence.proposer is not None:
             sequence.proposer = Oracle(sequence, wrong, rng)
         return sequence
@@ -339,7 +339,9 @@ def test_samples_of_a_prompt_are_drafted_one_by_one() -> None:
 
 def test_a_sequence_with_a_grammar_has_no_drafts() -> None:
     engine = with_oracle(make_speculative())
-    request_id = engine.add_request(PROMPT, replace(DRAWN, ignore_eos=False), make_grammar=OddOnly)
+    request_id = engine.add_request(
+        PROMPT, replace(DRAWN, ignore_eos=False, structured_outputs=GROWING)
+    )
     other = engine.add_request(PROMPT, GREEDY)
     finish(engine)
     [output] = engine.take_output(request_id).outputs

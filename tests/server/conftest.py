@@ -22,14 +22,20 @@ log.is_on = False
 
 @pytest.fixture(scope="session")
 def llm():
-    """The engine, for tests that call it and no server."""
+    """The engine, for tests that call it, or open an ``AsyncLLM`` of their own over it."""
+    return LLM(dtype="float32", num_blocks=256, max_num_seqs=16)
+
+
+@pytest.fixture(scope="session")
+def served_llm():
+    """The engine of ``async_llm``, which nothing else may use."""
     return LLM(dtype="float32", num_blocks=256, max_num_seqs=16)
 
 
 @pytest.fixture(scope="module")
-def async_llm(llm):
-    """An ``AsyncLLM`` over the session's engine; one at a time."""
-    with opened(llm) as found:
+def async_llm(served_llm):
+    """An ``AsyncLLM`` that the tests of a module share."""
+    with opened(served_llm) as found:
         yield found
 
 
@@ -45,7 +51,6 @@ def opened(llm, **options):
         closer = threading.Thread(target=lambda: asyncio.run(made.close()))
         closer.start()
         closer.join()
-        llm.engine.on_step = None
         if llm.engine.has_unfinished:
             for request_id in list(llm.engine._requests):
                 llm.engine.abort(request_id)

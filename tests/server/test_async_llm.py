@@ -354,11 +354,10 @@ def test_a_lost_device_ends_the_engine_and_says_so(llm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.model, "forward", lost)
         asyncio.run(main(async_llm))
-    assert not async_llm.is_alive
+        assert not async_llm.is_alive
+        asyncio.run(async_llm.close())
     assert len(deaths) == 1
-    for request_id in list(llm.engine._requests):
-        llm.engine.abort(request_id)
-        llm.engine.take_output(request_id)
+    assert not llm.engine._requests
     llm.engine.check()
 
 
@@ -404,10 +403,13 @@ def run_to_the_end(llm, main):
     """Run a coroutine with an ``AsyncLLM`` that dies, and clear the engine."""
     from pagetile.engine.async_llm import AsyncLLM
 
+    async def run():
+        async with AsyncLLM(llm) as async_llm:
+            await main(async_llm)
+
     try:
-        asyncio.run(main(AsyncLLM(llm)))
+        asyncio.run(run())
     finally:
-        llm.engine.on_step = None
         for request_id in list(llm.engine._requests):
             llm.engine.abort(request_id)
             llm.engine.take_output(request_id)

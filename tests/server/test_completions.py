@@ -20,7 +20,7 @@ def stream(http, path, **body):
 
 
 def test_a_completion_is_what_generate_returns(post, llm):
-    ids = llm.engine.encode(PROMPT)
+    ids = llm.engine.inputs.encode(PROMPT)
     status, body = post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=16)
     assert status == 200
     assert body["object"] == "text_completion"
@@ -62,7 +62,7 @@ def test_several_prompts_with_several_samples_are_numbered(post):
 def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_asks(post, llm):
     import torch
 
-    ids = llm.engine.encode("for i in range(10):\n    print(i)\n")
+    ids = llm.engine.inputs.encode("for i in range(10):\n    print(i)\n")
     _, body = post(
         "/v1/completions", prompt=[ids], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1
     )
@@ -120,7 +120,7 @@ def test_offsets_are_where_the_tokens_are_in_the_text(http, post, llm, as_ids, o
 
 
 def test_prompt_logprobs_are_dictionaries_by_token(post, llm):
-    ids = llm.engine.encode(PROMPT)
+    ids = llm.engine.inputs.encode(PROMPT)
     _, body = post("/v1/completions", prompt=PROMPT, prompt_logprobs=2, max_tokens=1)
     found = body["choices"][0]["prompt_logprobs"]
     assert len(found) == len(ids)
@@ -152,7 +152,7 @@ def test_the_same_seed_gives_the_same_text(post):
 
 
 def test_token_ids_and_truncated_prompts(post, llm):
-    ids = llm.engine.encode(PROMPT)
+    ids = llm.engine.inputs.encode(PROMPT)
     asked = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
     _, body = post("/v1/completions", prompt=PROMPT, truncate_prompt_tokens=4, **asked)
     choice = body["choices"][0]

@@ -35,7 +35,7 @@ def test_a_server_that_is_not_installed_says_so(async_llm, http, monkeypatch):
 
 def test_tokens_there_and_back(http, llm):
     text = "def add(a, b):\n    return a  # é€😀"
-    ids = llm.engine.encode(text)
+    ids = llm.engine.inputs.encode(text)
     found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert found["tokens"] == ids
     assert found["count"] == len(ids) == len(found["token_strs"])

@@ -172,7 +172,7 @@ def outcomes_of_random_forms(llm, numbers, max_tokens):
         start = time.monotonic()
         try:
             made = StructuredOutputsParams(**{kind: form}, disable_any_whitespace=number % 2 == 0)
-            llm.engine.compile_structured_outputs(made)
+            llm.engine.grammars.compile(made)
         except RequestError:
             counts[kind, "refused"] += 1
             assert time.monotonic() - start < 5, form
@@ -227,7 +227,7 @@ def test_10_000_random_forms_are_followed_or_refused(llm, start):
 def test_forms_that_the_compiler_gets_wrong_are_refused(llm, form):
     """Such bounds would end the process: llguidance 1.9 negates the smallest integer."""
     with pytest.raises(RequestError, match="structured_outputs"):
-        llm.engine.compile_structured_outputs(StructuredOutputsParams(**form))
+        llm.engine.grammars.compile(StructuredOutputsParams(**form))
 
 
 def test_a_long_chain_of_references_does_not_end_the_process(llm):

@@ -39,10 +39,13 @@ class AsyncLLM:
     """Serves an engine's requests to coroutines.
 
     Args:
-        llm: An ``LLM`` or its ``Engine``. Nothing else may use it from now on.
+        llm: An ``LLM`` or its ``Engine``. Nothing else may use it before ``close``.
         max_queued_seqs: Sequences that are accepted beyond the ``max_num_seqs`` that can run.
             More raise ``OverloadedError``.
         num_threads: Threads that turn prompts into tokens.
+
+    Raises:
+        RequestError: It is in use: by an open stream, say, or another ``AsyncLLM``.
 
     Attributes:
         thread: The engine's thread, which calls ``thread.observers`` and ``thread.on_death``.
@@ -67,6 +70,8 @@ class AsyncLLM:
                 f"llm is of type {type(llm).__name__}, expected an LLM: AsyncLLM.load(model, ...) "
                 "makes both"
             )
+        if isinstance(llm, LLM):
+            llm._check_idle()
         self.engine: Engine = llm.engine if isinstance(llm, LLM) else llm
         self._default_params = (
             llm.get_default_sampling_params() if isinstance(llm, LLM) else SamplingParams()
@@ -321,7 +326,7 @@ class AsyncLLM:
 
     def _validate(self, prompt: Any, params: SamplingParams) -> list[int]:
         self.check_capacity(0)
-        return self.engine.validate(prompt, params)
+        return self.engine.inputs.validate(prompt, params)
 
     def _close_stream(self, stream: RequestStream) -> None:
         if self._streams.pop(stream.request_id, None) is not None:

@@ -1,7 +1,7 @@
 """The engine: adds requests, runs steps and returns deltas.
 
 With ``async_scheduling`` a step is launched before the tokens of the previous one are read, so
-that the device does not wait for the host::
+that the device does not wait for the host. Text is made while the device computes::
 
     step()   launch N+1 ─► read N ─► text, ends, deltas of N
     device   ├── N ──┤├── N+1 ──┤
@@ -10,6 +10,7 @@ that the device does not wait for the host::
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -29,10 +30,11 @@ from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
 from .request import Request, Sequence, Status
 from .runner import LaunchedStep, Runner
+from .sampler import SampledToken
 from .sampling_params import SamplingParams
 from .sampling_rows import SamplingInput
 from .scheduler import Scheduler
-from .structured_outputs import Grammar, GrammarCompiler, StructuredOutputsParams, fill_masks
+from .structured_outputs import GrammarCompiler, fill_masks
 from .token_text import TokenText
 from .warming import run_made_up
 
@@ -55,9 +57,12 @@ class Engine:
     Attributes:
         token_text: Text and bytes of single tokens.
         decode_token: Returns the text of a token id; ``None`` without a tokenizer.
+        grammars: Compiles constraints on outputs, and keeps them for the requests that use them.
+        inputs: Tokenizes prompts and refuses requests that can never be served.
         death: Why no step can be computed any more: the device is lost. ``None`` before.
         on_step: Called in every step after its blocks were taken and before it is computed, to
             observe the pool.
+        in_use: Held by the call, the stream or the ``AsyncLLM`` that steps the engine.
     """
 
     def __init__(
@@ -75,25 +80,14 @@ class Engine:
         num_speculative_tokens: int = 0,
         seed: int = 0,
     ) -> None:
-        most = model.max_step_tokens
-        if most is not None and max(max_num_seqs, max_num_batched_tokens) > most:
-            raise RequestError(
-                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
-                f"{model.name} runs exactly with at most {most} tokens a step, set both to that"
-            )
-        if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
-            raise RequestError(
-                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
-                "expected at least one sequence, and a token a step for each"
-            )
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_model_len = max_model_len
-        self._input = InputProcessor(
-            tokenizer, model.vocab_size, cache, max_num_seqs, max_model_len
-        )
         self.token_text = TokenText(tokenizer)
         self.decode_token = None if tokenizer is None else self.token_text.text
-        self._structured_outputs = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+        self.grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+        self.inputs = InputProcessor(
+            tokenizer, model.vocab_size, self.grammars, cache, max_num_seqs, max_model_len
+        )
         self.pool = cache.pool
         self._index = PrefixIndex(self.pool)
         self._runner = Runner(
@@ -126,6 +120,9 @@ class Engine:
         self._last_read = 0.0
         self._requests: dict[Hashable, Request] = {}
         self._next_id = self._num_grammars = 0
+        self._is_torn = False
+        """Whether a call has begun to change requests or blocks, and has not ended."""
+        self.in_use = threading.Lock()
         self._seeds = random.Random(seed)
         self.on_step: Callable[[], None] | None = None
         self.death: Exception | None = None
@@ -133,34 +130,13 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._in_flight or self._to_score or self._deltas)
+        is_pending = self._in_flight or self._to_score or self._deltas or self._is_torn
+        return self.scheduler.has_work or bool(is_pending)
 
     @property
     def counts(self) -> CacheCounts:
         """Counts of cache events since the start."""
         return self.scheduler.counts
-
-    def encode(self, prompt: str | SequenceOf[int]) -> list[int]:
-        """Return the token ids of a prompt: see ``InputProcessor.encode``."""
-        return self._input.encode(prompt)
-
-    def validate(self, prompt: str | SequenceOf[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt that can be served: see ``InputProcessor.validate``.
-
-        It compiles ``params.structured_outputs``, which may take a second.
-        """
-        token_ids = self._input.validate(prompt, params)
-        if params.structured_outputs is not None:
-            self._structured_outputs.compile(params.structured_outputs)
-        return token_ids
-
-    def compile_structured_outputs(self, form: StructuredOutputsParams) -> None:
-        """Compile a constraint and keep it for the requests that use it; thread-safe.
-
-        Raises:
-            RequestError: The constraint is wrong, or too complex.
-        """
-        self._structured_outputs.compile(form)
 
     def add_request(
         self,
@@ -170,8 +146,6 @@ class Engine:
         request_id: Hashable = None,
         cache_salt: str | None = None,
         stream: bool = False,
-        priority: int = 0,
-        make_grammar: Callable[[], Grammar] | None = None,
         token_ids: SequenceOf[int] | None = None,
         generates: bool = True,
         arrival_time: float | None = None,
@@ -185,9 +159,7 @@ class Engine:
             cache_salt: Cached prefixes are shared only between requests of the same salt.
             stream: Whether deltas carry text as soon as it is certain. Chunks of other prompts are
                 then limited, so that they do not delay its tokens.
-            priority: Of waiting requests, those of a lower number are admitted first.
-            make_grammar: Makes the ``Grammar`` of each of the ``n`` samples.
-            token_ids: What ``validate`` returned for ``prompt`` and ``params``, if it was called.
+            token_ids: What ``inputs.validate`` returned for ``prompt`` and ``params``, if called.
             generates: Whether to continue the prompt, or only to compute the log-probabilities of
                 its tokens.
             arrival_time: When it came, in seconds of ``time.perf_counter``; ``None`` is now.
@@ -200,17 +172,14 @@ class Engine:
         if params is None:
             params = SamplingParams()
         if token_ids is None:
-            token_ids = self.validate(prompt, params)
+            token_ids = self.inputs.validate(prompt, params)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt={cache_salt!r}: expected a string, or None")
         if request_id is None:
-            while self._next_id in self._requests:  # a caller may have numbered others
-                self._next_id += 1
-            request_id, self._next_id = self._next_id, self._next_id + 1
+            request_id = self.make_id()
         elif request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use: take its output first")
-        if make_grammar is None and params.structured_outputs is not None:
-            make_grammar = self._structured_outputs.compile(params.structured_outputs)
+        form = params.structured_outputs
         request = Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -219,22 +188,31 @@ class Engine:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             cache_salt=cache_salt,
             stream=stream,
-            priority=priority,
-            make_grammar=make_grammar,
+            make_grammar=None if form is None else self.grammars.compile(form),
             decode_token=self.decode_token,
             generates=generates,
             arrival_time=time.perf_counter() if arrival_time is None else arrival_time,
         )
-        sequence = self._new_sequence(request, list(token_ids))
+        request.sequences.append(self._new_sequence(request, 0))
+        self._start_change()
         self._requests[request_id] = request
-        if params.prompt_logprobs is None and generates:
-            self.scheduler.add(sequence)
+        if request.needs_scores:
+            self._to_score += request.sequences
         else:
-            self._to_score.append(sequence)
+            self.scheduler.add(request.sequences[0])
+        self._is_torn = False
         return request_id
+
+    def make_id(self) -> int:
+        """Return the id of the next request that is added without one."""
+        while self._next_id in self._requests:  # a caller may have numbered others
+            self._next_id += 1
+        self._next_id += 1
+        return self._next_id - 1
 
     def abort(self, request_id: Hashable) -> None:
         """End a request and free its blocks; no effect if it is unknown or finished."""
+        self._start_change()
         request = self._requests.get(request_id)
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
@@ -245,16 +223,19 @@ class Engine:
         try:
             self._drain_idle()
         except Exception:  # of steps whose sequences have all ended
-            self._forget_in_flight()
+            self._start_over()
+        self._is_torn = False
 
     def step(self) -> list[Delta]:
         """Launch a step, and return the deltas of the oldest step in flight.
 
         An error of the model or the sampler leaves the requests as they were: tokens that were not
-        returned are computed again, and the next step may be tried at once. A sequence whose
+        returned are computed again, and the next step may be tried at once. So does an interruption
+        (``KeyboardInterrupt``), but deltas of that step may be lost. A sequence whose
         tokens cannot be turned into text fails alone. A lost device raises EngineDeadError.
         """
         self._require_device()
+        self._start_change()
         try:
             admits = not self._to_score or self._score_next()
             while len(self._in_flight) < self._most_in_flight and self._launch(admits):
@@ -263,9 +244,10 @@ class Engine:
                 self._complete()
             self._drain_idle()
             deltas, self._deltas = self._deltas, []
+            self._is_torn = False
             return deltas
         except BaseException:
-            self._forget_in_flight()
+            self._start_over()
             self._require_device()
             raise
 
@@ -287,8 +269,8 @@ class Engine:
         """Return a request's output so far; a finished request is removed."""
         request = self._find(request_id)
         if request.is_finished:
-            del self._requests[request_id]
             self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
+            del self._requests[request_id]
         return request.output()
 
     def reset_prefix_cache(self) -> None:
@@ -317,23 +299,16 @@ class Engine:
         No sequence is admitted then: small prompts would take each block that becomes free.
         """
         sequence = self._to_score[0]
-        request, reason = sequence.request, "error"
-        try:
-            num_top = request.params.prompt_logprobs or 0
-            scores = score_prompt(self, request.prompt_token_ids, num_top)
-            if scores is None:
-                return not (self.scheduler.running or self._in_flight)
-            request.prompt_logprobs = scores
-            reason = "" if request.generates else "length"
-        except Exception as error:
-            sequence.error = f"its prompt's scores failed: {type(error).__name__}: {error}"
+        if not score_prompt(self, sequence):
+            return not (self.scheduler.running or self._in_flight)
         self._to_score.popleft()
-        if not reason:
+        if sequence.error is None and sequence.request.generates:
             self.scheduler.add(sequence)
         else:
+            reason = "length" if sequence.error is None else "error"
             self.scheduler.finish(sequence, reason)
-            end = Delta(request.request_id, sequence.index, "", None, reason, sequence.error)
-            self._deltas.append(end)
+            request_id = sequence.request.request_id
+            self._deltas.append(Delta(request_id, 0, "", None, reason, sequence.error))
         return True
 
     def _launch(self, admits: bool) -> bool:
@@ -348,9 +323,9 @@ class Engine:
         if not step.is_decode:  # samples fork in the step that computes their prompt
             for parent in [s for s in step.sampled if not s.is_decoding]:
                 request = parent.request
-                while len(request.sequences) < request.params.n:
-                    child = self._new_sequence(request, parent.token_ids.copy())
-                    self.scheduler.fork(step, parent, child)
+                for index in range(len(request.sequences), request.params.n):
+                    request.sequences.append(self._new_sequence(request, index))
+                    self.scheduler.fork(step, parent, request.sequences[index])
         if self.on_step is not None:
             self.on_step()
         masks = None
@@ -396,15 +371,33 @@ class Engine:
         self.scheduler.chunks.record(seconds, num_decode, num_prompt)
         self._last_read = now
 
-    def _forget_in_flight(self) -> None:
-        """Wait for the steps in flight and drop them: their tokens are sampled again."""
+    def _start_change(self) -> None:
+        """Call it before requests or blocks are changed, and unset ``_is_torn`` after that."""
+        if self._is_torn:
+            self._start_over()
+        self._is_torn = True
+
+    def _start_over(self) -> None:
+        """Rebuild all state from the known tokens, wherever a step or another call has failed.
+
+        Steps in flight are waited for and dropped: their tokens are sampled again.
+        """
         try:
             self._runner.wait()
         except Exception as error:
             self.death = error
-        finally:
-            self._in_flight.clear()
-            self.scheduler.restart()
+        self._in_flight.clear()
+        unfinished = list[Sequence]()
+        for request in self._requests.values():
+            for at, sequence in enumerate(request.sequences):
+                if not sequence.is_finished:
+                    request.sequences[at], end = self._rebuild(sequence)
+                    if end is not None:
+                        self.scheduler.finish(request.sequences[at], end)
+            unfinished += [s for s in request.sequences if not s.is_finished]
+        self._to_score = deque(s for s in unfinished if s.request.needs_scores)
+        self.scheduler.restart([s for s in unfinished if not s.request.needs_scores])
+        self._is_torn = False
 
     def _require_device(self) -> None:
         if self.death is not None:
@@ -422,14 +415,23 @@ class Engine:
 
     # --- one sequence ----------------------------------------------------------------------
 
-    def _new_sequence(self, request: Request, token_ids: list[int]) -> Sequence:
+    def _rebuild(self, old: Sequence) -> tuple[Sequence, str | None]:
+        """Return a new sequence of the same tokens, without blocks, and why they end it."""
+        new, end = self._new_sequence(old.request, old.index), None
+        for at, token_id in enumerate(old.output_token_ids):
+            logprobs = None if old.logprobs is None else old.logprobs[at]
+            end = advance(new, token_id, SampledToken(token_id, logprobs)).finish_reason
+        new.num_tokens = len(new.token_ids)
+        return new, end
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
         params, num_prompt = request.params, len(request.prompt_token_ids)
         longest = min(self.max_model_len, num_prompt + (params.max_tokens or self.max_model_len))
         ends = () if params.ignore_eos else self.model.eos_token_ids
         sequence = Sequence(
             request,
-            index=len(request.sequences),
-            token_ids=token_ids,
+            index,
+            token_ids=list(request.prompt_token_ids),
             table=BlockTable(self.pool),
             block_hashes=self._index.block_hashes(cache_salt=request.cache_salt),
             detokenizer=Detokenizer(self.tokenizer, params),
@@ -441,7 +443,6 @@ class Engine:
             self._num_grammars += 1
         elif self._num_speculative_tokens:  # not with a grammar: it cannot be rolled back
             sequence.proposer = NgramProposer(sequence.token_ids, self._num_speculative_tokens)
-        request.sequences.append(sequence)
         return sequence
 
     def _sampling_input(self, sequence: Sequence) -> SamplingInput:
@@ -453,5 +454,5 @@ class Engine:
             seed=request.seed,
             index=sequence.index,
             end_token_ids=tuple(sequence.end_token_ids) if request.params.min_tokens else (),
-            bad_words=self._input.encode_bad_words(request.params),
+            bad_words=self.inputs.encode_bad_words(request.params),
         )

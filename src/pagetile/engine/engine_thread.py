@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import EngineDeadError, GenerationError
+from ..errors import EngineDeadError, GenerationError, RequestError
 from .core import Engine
 from .outputs import Delta, RequestOutput
 from .request import Sequence as OneSequence
@@ -39,12 +39,15 @@ class EngineThread:
     Other threads post functions to its inbox, which are called before the next step.
 
     Args:
-        engine: Nothing else may use it from now on.
+        engine: Nothing else may step it before ``close``.
 
     Attributes:
         observers: Called after every step, with a ``StepReport``.
         on_death: Called once, with the error, when the engine cannot go on.
         death: That error; ``None`` while the engine goes on.
+
+    Raises:
+        RequestError: The engine is in use.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,9 +61,17 @@ class EngineThread:
         self._intervals: dict[float, int] = {}  # of the step that was just published
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._is_closed = self._has_ended = False
-        engine.on_step = self._note_step
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._thread.start()
+        if not engine.in_use.acquire(blocking=False):
+            raise RequestError(
+                "the engine is in use, by an open stream or another AsyncLLM, say: close that first"
+            )
+        try:
+            engine.on_step = self._note_step
+            self._thread.start()
+        except BaseException:
+            engine.in_use.release()
+            raise
 
     def post(self, function: Callable[[], None]) -> None:
         """Call a function between two steps."""
@@ -94,6 +105,8 @@ class EngineThread:
             self._die(error)
         finally:
             self._end_all()
+            self._engine.on_step = None
+            self._engine.in_use.release()
 
     def _call_commands(self, *, wait: bool) -> None:
         if wait:
@@ -221,10 +234,9 @@ class EngineThread:
         self._answer_inbox()
         while self._admitted:
             request_id, stream = self._admitted.popitem()
-            if self.death is None:  # the LLM may be used again, so it must have no requests left
-                with suppress(Exception):
-                    self._engine.abort(request_id)
-                    self._engine.take_output(request_id)
+            with suppress(Exception):  # the LLM may be used again: it must have no requests left
+                self._engine.abort(request_id)
+                self._engine.take_output(request_id)
             self._report_end(stream)
 
     def _answer_inbox(self) -> None:

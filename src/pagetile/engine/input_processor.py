@@ -11,6 +11,7 @@ from ..errors import RequestError
 from ..kv_cache.storage import KVCache
 from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
+from .structured_outputs import GrammarCompiler
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -21,12 +22,15 @@ class InputProcessor:
 
     tokenizer: Any
     vocab_size: int
+    grammars: GrammarCompiler
     cache: KVCache
     max_num_seqs: int
     max_model_len: int
 
     def validate(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Check that a request can be served, and return the prompt's token ids.
+
+        It compiles ``params.structured_outputs``, which may take a second.
 
         Raises:
             RequestError: ``encode`` raises; the prompt leaves no room for a token; ``n`` sequences
@@ -49,6 +53,8 @@ class InputProcessor:
                 "logit_bias with -100"
             )
         Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
+        if params.structured_outputs is not None:
+            self.grammars.compile(params.structured_outputs)
         return token_ids
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +115,7 @@ class LLM:
     ) -> None:
         # Reentrant, so that a nested call gets an error and does not deadlock.
         self._lock = threading.RLock()
+        self._request_ids: list[Hashable] = []  # of the call or stream that runs
         self.engine, self._default_params = load_engine(
             model, tokenizer=tokenizer, device=device, dtype=dtype,
             block_size=block_size, num_blocks=num_blocks, memory_fraction=memory_fraction,
@@ -147,14 +149,14 @@ class LLM:
                 are running: a stream is open. Nothing has been started then.
         """
         with self._lock:
-            requests, request_ids = self._validate(prompts, sampling_params), list[Hashable]()
-            try:
-                for request in requests:
-                    request_ids.append(self.engine.add_request(**request))
-                self._run(requests, use_tqdm)
-            finally:
-                outputs = self._take_outputs(request_ids)
-            return outputs
+            requests = self._validate(prompts, sampling_params)
+            with self.engine.in_use:
+                try:
+                    request_ids = self._add(requests)
+                    self._run(requests, use_tqdm)
+                    return [self.engine.take_output(request_id) for request_id in request_ids]
+                finally:
+                    self._end_requests()
 
     def chat(
         self,
@@ -242,38 +244,50 @@ class LLM:
             RequestError: Requests are running: a stream is open.
         """
         with self._lock:
+            self._check_idle()
             self.engine.reset_prefix_cache()
 
+    def _check_idle(self) -> None:
+        """Raise RequestError while another call, a stream or an ``AsyncLLM`` uses the engine."""
+        if not self.engine.in_use.locked():
+            self._end_requests()  # of a call that was interrupted
+            if not self.engine.has_unfinished:
+                return
+        # A step serves all requests: their deltas would be lost.
+        raise RequestError(
+            "other requests are running, those of an open stream or an AsyncLLM, say: finish or "
+            "close it first, or add all to llm.engine and step that"
+        )
+
     def _stream(self, requests: list[dict[str, Any]]) -> Iterator[Delta]:
-        positions: dict[Hashable, int] = {}
-        try:
-            with self._lock:
-                self._check_idle()
-                for position, request in enumerate(requests):
-                    positions[self.engine.add_request(**request, stream=True)] = position
-            # When all are done, other calls may start before the last delta is consumed.
-            while deltas := self._step(positions):
-                for delta in deltas:
-                    delta.request_id = positions[delta.request_id]
-                    yield delta
-        finally:
-            with self._lock:
-                self._take_outputs(positions)
-
-    def _take_outputs(self, request_ids: Collection[Hashable]) -> list[RequestOutput]:
-        """Abort what still runs, so that no request is left for the next call to run."""
-        for request_id in request_ids:
-            self.engine.abort(request_id)
-        return [self.engine.take_output(request_id) for request_id in request_ids]
-
-    def _step(self, request_ids: Collection[Hashable]) -> list[Delta]:
-        """The next deltas of these requests; none when they are done."""
         with self._lock:
-            while not all(map(self.engine.is_finished, request_ids)):
-                deltas = [d for d in self.engine.step() if d.request_id in request_ids]
-                if deltas:
-                    return deltas
-        return []
+            self._check_idle()
+        with self.engine.in_use:
+            try:
+                request_ids, deltas = self._add(requests, stream=True), list[Delta]()
+                positions = {request_id: at for at, request_id in enumerate(request_ids)}
+                while not all(map(self.engine.is_finished, request_ids)):
+                    yield from deltas
+                    deltas = [d for d in self.engine.step() if d.request_id in positions]
+                    for delta in deltas:
+                        delta.request_id = positions[delta.request_id]
+            finally:
+                self._end_requests()
+        yield from deltas  # other calls may start before the last are consumed
+
+    def _add(self, requests: list[dict[str, Any]], **options: Any) -> list[Hashable]:
+        for request in requests:
+            self._request_ids.append(self.engine.make_id())
+            self.engine.add_request(**request, **options, request_id=self._request_ids[-1])
+        return self._request_ids.copy()
+
+    def _end_requests(self) -> None:
+        """Abort what still runs and take what is left, so that the next call starts afresh."""
+        for request_id in self._request_ids:
+            self.engine.abort(request_id)
+            with suppress(RequestError):
+                self.engine.take_output(request_id)
+        self._request_ids.clear()
 
     def _run(self, requests: list[dict[str, Any]], use_tqdm: bool) -> None:
         from tqdm import tqdm
@@ -316,7 +330,7 @@ class LLM:
         for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
                 prompt, cache_salt = parse_prompt(prompt)
-                token_ids = self.engine.validate(prompt, params)
+                token_ids = self.engine.inputs.validate(prompt, params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
             text = prompt if isinstance(prompt, str) else token_ids
@@ -324,10 +338,3 @@ class LLM:
                 {"prompt": text, "params": params, "token_ids": token_ids, "cache_salt": cache_salt}
             )
         return requests
-
-    def _check_idle(self) -> None:
-        if self.engine.has_unfinished:  # a step serves all requests: their deltas would be lost
-            raise RequestError(
-                "other requests are running, those of an open stream, say: finish or close it "
-                "first, or add all to llm.engine and step that"
-            )

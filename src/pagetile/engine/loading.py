@@ -108,6 +108,13 @@ def load_engine(
     if max_num_batched_tokens is None:
         usual = max(8192 if paged.device.type == "cuda" else 2048, max_num_seqs)
         max_num_batched_tokens = min(usual, paged.max_step_tokens or usual)
+    most = max(max_num_seqs, max_num_batched_tokens)
+    if paged.max_step_tokens is not None and most > paged.max_step_tokens:
+        raise RequestError(
+            f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
+            f"{paged.name} runs exactly with at most {paged.max_step_tokens} tokens a step, set "
+            "both to that"
+        )
     longest = max_model_len or paged.max_model_len
     engine = Engine(
         paged,

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..transfer import send
+from ..transfer import send_integers
 from .sampling_rows import MAX_TOP
 
 CHUNK = 128  # tokens
@@ -237,7 +236,7 @@ def add_logprobs(
     num_top = min(num_top, logits.shape[1])
     if len(at) == len(logits):
         return compute_logprobs(logits, token_ids, num_top)
-    where = send(np.array(at, np.int64), logits.device)
+    where = send_integers(at, logits.device)
     found = compute_logprobs(logits[where], token_ids[where], num_top)
     wide = found.new_zeros(len(logits), found.shape[1])
     if known is not None:

@@ -16,33 +16,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .core import Engine
+    from .request import Sequence as OneSequence
 
 CHUNK = 256  # tokens of one forward: their logits are float32 [CHUNK, vocab_size]
 
 
-def score_prompt(
-    engine: Engine, token_ids: Sequence[int], num_top: int
-) -> list[TokenLogprobs | None] | None:
-    """Compute the log-probability of every prompt token given those before it.
+def score_prompt(engine: Engine, sequence: OneSequence) -> bool:
+    """Compute a request's ``prompt_logprobs``; a failure becomes its sequence's ``error``.
 
     It allocates blocks of the engine's pool during the call, and does not use the prefix cache.
     Call it between two steps, on the thread that steps.
 
-    Args:
-        engine: The engine, for its model and cache.
-        token_ids: The prompt, as ``Engine.validate`` returned it.
-        num_top: How many of the likeliest alternatives to report for each token.
-
     Returns:
-        One entry a token, ``None`` for the first, which nothing predicts. ``None`` if the pool
-        has too few free blocks now.
+        False if the pool has too few free blocks now.
     """
-    table = BlockTable(engine.pool)
+    request, table = sequence.request, BlockTable(engine.pool)
+    token_ids, num_top = request.prompt_token_ids, request.params.prompt_logprobs or 0
     if not engine.pool.can_allocate(table.blocks_needed(len(token_ids))):
-        return None
+        return False
     table.append(len(token_ids))
     try:
-        scores: list[TokenLogprobs | None] = [None]
+        scores: list[TokenLogprobs | None] = [None]  # nothing predicts the first
         chunk = min(CHUNK, engine.model.max_step_tokens or CHUNK)
         for start in range(0, len(token_ids), chunk):
             end = min(start + chunk, len(token_ids))
@@ -50,9 +44,12 @@ def score_prompt(
             targets = token_ids[start + 1 : end + 1]
             if targets:
                 scores += _score(logits[: len(targets)], targets, num_top)
-        return scores
+        request.prompt_logprobs = scores
+    except Exception as error:
+        sequence.error = f"its prompt's scores failed: {type(error).__name__}: {error}"
     finally:
         table.free()
+    return True
 
 
 @torch.inference_mode()

@@ -9,9 +9,9 @@
 Sequence 0 computes the prompt; the others fork from it in the step that samples its first token.
 
 With a step in flight the device is ahead of the host: ``num_computed`` counts tokens that the
-launched steps compute, and ``num_unread`` the tokens that they sample and the host has not read::
+launched steps compute, and ``num_tokens`` also those that they sample and the host has not read::
 
-    prompt and known output            unread
+    token_ids: prompt, known output    unread
     [0 1 2 3 4 5 6 7 8]                [9]       num_tokens = 10
      └─ num_computed ─┘ 9                        num_pending = 1: the next decode step
 """
@@ -81,8 +81,6 @@ class Sequence:
     only_appends: bool = False
     """Whether a token that is not its last only has to be appended: it runs, it has its first
     token, and neither text nor a grammar follows its tokens."""
-    num_indexed: int = 0
-    """Full blocks that were given to the prefix index."""
     num_lost: int = 0
     """Tokens that were computed when it was preempted; 0 once it runs again."""
     row: int = -1
@@ -108,11 +106,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """How many known tokens follow the prompt."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
-
-    @property
-    def num_unread(self) -> int:
-        """Tokens that launched steps sample and the host has not read."""
-        return self.num_tokens - len(self.token_ids)
 
     @property
     def num_pending(self) -> int:
@@ -156,8 +149,6 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     stream: bool = False
     """Whether deltas carry text, and the time between tokens matters."""
-    priority: int = 0
-    """Waiting requests of a lower number are admitted first."""
     make_grammar: Callable[[], Grammar] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -178,6 +169,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.makes_text_early = self.stream or bool(self.params.stop)
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are to be computed first."""
+        is_asked = self.params.prompt_logprobs is not None and self.prompt_logprobs is None
+        return is_asked or not self.generates
 
     @property
     def is_forked(self) -> bool:

@@ -148,16 +148,17 @@ class Runner:
     def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults]:
         """Launch a step whose rows are up to date except for new blocks."""
         rows = [sequence.row for sequence in step.sequences]
-        where, last = torch.tensor([rows, [s.table.blocks[-1] for s in step.sequences]])
+        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
+        where, last = torch.tensor([rows, blocks], device=self.device)
         size, longest = self.cache.block_size, max(step.ends)
         lengths = self.sampler.lengths[where]
         positions = lengths.long() - 1
         self._tables[where, positions // size] = last.int()
         tables = self._tables[:, : -(-longest // size)].index_select(0, where)
-        numbers = torch.arange(len(rows) + 1)
+        numbers = torch.arange(len(rows) + 1, device=self.device)
         shared = None
         if step.prefix_groups is not None:
-            starts, lens = (torch.tensor(n, dtype=torch.int32) for n in step.prefix_groups)
+            starts, lens = (torch.from_numpy(np.array(n, np.int32)) for n in step.prefix_groups)
             shared = SharedPrefixes(starts, lens)
         batch = ForwardBatch(
             token_ids=self.sampler.last_tokens[where],

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
-from ..transfer import pack, send, unpack
+from ..transfer import pack, send, send_integers, unpack
 from .checks import explain_no_token
 from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
 from .sampling_rows import (
@@ -228,7 +228,7 @@ class Sampler:
         """Record accepted tokens of a step with drafts, in order; rows may come several times."""
         self._tables.add(host_rows, token_ids)
         with_words = np.flatnonzero(self.features[list(host_rows)] & Feature.WORDS).tolist()
-        self._masks.advance(self._send(token_ids), host_rows, with_words)
+        self._masks.advance(send_integers(token_ids, self.device), host_rows, with_words)
 
     def collect(
         self,
@@ -265,7 +265,7 @@ class Sampler:
             self.lengths[rows] + shifts,
             self.ints[rows],
             self.floats[rows],
-            self._send([each.addresses() for each in tables]),
+            send_integers([each.addresses() for each in tables], self.device),
         )
 
     def compile_masks(self, logits: Tensor) -> None:
@@ -275,9 +275,6 @@ class Sampler:
             rows = torch.full((n,), -1, dtype=torch.int32, device=self.device)
             masks = torch.zeros(n, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
             self._kernels.draw(logits[:n], rows, self, masks)
-
-    def _send(self, numbers: Any) -> Tensor:
-        return send(np.array(numbers, np.int64), self.device)
 
 
 def send_back(found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
@@ -290,7 +287,7 @@ def send_back(found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
 def _to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..transfer import send
+from ..transfer import send, send_integers
 from .sampling_rows import Feature, SamplingInput
 
 NUM_TABLES = 3
@@ -88,13 +88,15 @@ class RowTables:
 
     def _count(self, input_: SamplingInput) -> Tensor:
         counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
-        counts.index_fill_(0, self._send(self._known({*input_.prompt_token_ids})), 1)
+        in_prompt = self._known({*input_.prompt_token_ids})
+        counts.index_fill_(0, send_integers(in_prompt, self._device), 1)
         return self._add(counts, input_.output_token_ids)
 
     def _add(self, counts: Tensor, token_ids: Sequence[int]) -> Tensor:
         occurrences = Counter(self._known(token_ids))
         if occurrences:  # unique tokens, so no element is written twice
-            where, times = self._send([[*occurrences], [*occurrences.values()]])
+            pairs = [[*occurrences], [*occurrences.values()]]
+            where, times = send_integers(pairs, self._device)
             counts[where] += 2 * times.int()
         return counts
 
@@ -103,7 +105,7 @@ class RowTables:
         known = self._known(biases)
         values = np.array([biases[token_id] for token_id in known], np.float32)
         bias = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
-        bias[self._send(known)] = send(values, self._device)
+        bias[send_integers(known, self._device)] = send(values, self._device)
         return bias
 
     def _lay_out_allowed(self, input_: SamplingInput) -> Tensor:
@@ -119,9 +121,6 @@ class RowTables:
 
     def _known(self, token_ids: Any) -> list[int]:
         return [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]
-
-    def _send(self, numbers: Any) -> Tensor:
-        return send(np.array(numbers, np.int64), self._device)
 
 
 def pack_bits(allowed: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -72,7 +73,6 @@ class Scheduler:
         index: The prefix index; ``None`` turns prefix caching off.
         max_num_seqs: The most sequences that run at the same time.
         max_num_batched_tokens: The most tokens of one step.
-        chunks: Limits a step's prompt tokens while streams decode.
         grouper: Finds common prefixes of a decode step; ``None``: each sequence reads its own.
     """
 
@@ -83,12 +83,11 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        chunks: ChunkSizer | None = None,
         grouper: PrefixGrouper | None = None,
     ) -> None:
         self.pool, self.index, self.block_size = pool, index, pool.block_size
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.chunks = chunks or ChunkSizer()
+        self.chunks = ChunkSizer()
         self.grouper = grouper
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -107,12 +106,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, behind those of its priority."""
+        """Queue a new sequence."""
         self.counts.prompt_tokens += len(sequence.token_ids)
-        priority, at = sequence.request.priority, len(self.waiting)
-        while at and self.waiting[at - 1].request.priority > priority:
-            at -= 1
-        self.waiting.insert(at, sequence)
+        self.waiting.append(sequence)
 
     def schedule(self, *, in_flight: bool = False, admits: bool = True) -> SchedulerOutput | None:
         """Choose the next step's tokens and reserve their slots.
@@ -177,12 +173,12 @@ class Scheduler:
             # Few single tokens fill a block: end % size is what lies past the last full one.
             for at in [at for at, end, chunk in spans if end % size < chunk]:
                 sequence, num_full = step.sequences[at], step.ends[at] // size
-                if num_full > sequence.num_indexed and sequence.status is Status.RUNNING:
+                hashes = sequence.block_hashes
+                if num_full > hashes.num_inserted and sequence.status is Status.RUNNING:
                     accepted = step.drafts.get(at)
                     known = sequence.token_ids
-                    sequence.block_hashes.extend(known + accepted if accepted else known)
-                    index.insert(sequence.block_hashes, sequence.table.blocks, num_full)
-                    sequence.num_indexed = num_full
+                    hashes.extend(known + accepted if accepted else known)
+                    index.insert(hashes, sequence.table.blocks, num_full)
         self._completed = step.number
         for sequence in self.ended.copy():
             if sequence.last_step <= self._completed:
@@ -191,23 +187,25 @@ class Scheduler:
     def fork(self, step: SchedulerOutput, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` sample from the logits of ``parent``, and run on with its blocks."""
         child.table, child.block_hashes = parent.table.fork(), parent.block_hashes.fork()
-        child.num_computed, child.num_indexed = parent.num_computed, parent.num_indexed
+        child.num_computed = parent.num_computed
         self._give_row(child, after=parent)
         step.sampled.append(child)
         step.logits_rows.append(step.sequences.index(parent))
         step.is_decode = False
         child.num_tokens, child.last_step = parent.num_tokens, step.number
 
-    def restart(self) -> None:
-        """Preempt all running sequences after a failed step, since the cache's state is unknown.
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Free all blocks and rows, and queue new sequences.
 
-        Unread tokens are dropped and sampled again.
+        Args:
+            sequences: In the order of their arrival. Those of requests that had started go first.
         """
-        self._completed = self._num_scheduled - 1
-        for sequence in reversed(self.running.copy()):
-            self._preempt(sequence)
-        for sequence in self.ended.copy():
-            self._release(sequence)
+        self.pool.clear()
+        if self.index is not None:
+            self.index.repair()
+        self.running, self.ended, self._free_rows = [], [], list(range(self.max_num_seqs))[::-1]
+        self._all_decode, self._num_held, self._completed = False, 0, self._num_scheduled - 1
+        self.waiting = deque(sorted(sequences, key=lambda s: s.request.num_cached_tokens is None))
 
     def evict_from_prefix_cache(self, sequence: Sequence) -> None:
         """Remove a sequence's blocks from the prefix index: the forward pass over them failed."""
@@ -383,8 +381,9 @@ class Scheduler:
         table.adopt_prefix(self.index, hashes, max_blocks=most)
         num_cached = len(table.blocks)
         for other in self.running if num_cached < most else ():
-            if other.num_indexed <= num_cached < len(other.block_hashes):
-                num_common = min(most, hashes.num_common(other.block_hashes))
+            coming = other.block_hashes
+            if coming.num_inserted <= num_cached < len(coming):
+                num_common = min(most, hashes.num_common(coming))
                 if num_common > num_cached:
                     return num_common - num_cached
         return 0
@@ -423,7 +422,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.table = BlockTable(self.pool)  # a new table marks its row as stale
-        sequence.num_computed = sequence.num_indexed = 0
+        sequence.num_computed = 0
         sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
         sequence.block_hashes.truncate(sequence.num_tokens)  # they may include unread tokens
         sequence.is_decoding = False
@@ -433,7 +432,6 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         """Start a waiting sequence at the end of its cached prefix."""
         sequence.num_computed, request = sequence.table.num_tokens, sequence.request
-        sequence.num_indexed = len(sequence.table.blocks)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
             request.first_scheduled_time = time.perf_counter()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..transfer import send
+from ..transfer import send, send_integers
 from .sampling_rows import SamplingInput
 
 
@@ -30,7 +30,8 @@ class StepMasks:
         """Load a row that has bad words of several tokens."""
         longest = max(len(ids) - 1 for ids in input_.bad_words)
         tail = [-1] * longest + list(input_.output_token_ids[-longest:])
-        self._words[row], self._tails[row] = input_.bad_words, self._send(tail[-longest:])
+        self._words[row] = input_.bad_words
+        self._tails[row] = send_integers(tail[-longest:], self._device)
 
     def find(
         self,
@@ -50,7 +51,7 @@ class StepMasks:
         shape = len(host_rows), -(-self._vocab_size // 32)
         allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         if masks:
-            where = self._send([i for i, _ in masks])
+            where = send_integers([i for i, _ in masks], self._device)
             words = send(np.stack([mask for _, mask in masks]), self._device)
             allowed.index_copy_(0, where, words)
         for i in with_words:
@@ -67,13 +68,10 @@ class StepMasks:
         """Clear the bits of tokens that would complete a bad word."""
         tail = self._tails[row]
         if draft:
-            tail = torch.cat([tail, self._send(draft)])
+            tail = torch.cat([tail, send_integers(draft, self._device)])
         for *before, last in self._words[row]:
             if before and 0 <= last < self._vocab_size:
-                is_next = (tail[-len(before) :] == self._send(before)).all()
+                is_next = (tail[-len(before) :] == send_integers(before, self._device)).all()
                 word = allowed[last >> 5 : (last >> 5) + 1]
                 bit = np.array([1 << (last & 31)], np.uint32).view(np.int32)
                 word &= torch.where(is_next, int(~bit[0]), -1).int()
-
-    def _send(self, numbers: Any) -> Tensor:
-        return send(np.array(numbers, np.int64), self._device)

@@ -38,7 +38,7 @@ class StepMemory:
         from .triton_draw import count_words, unpack
 
         def zeros(num_words: int) -> Tensor:
-            return torch.zeros(num_words, dtype=torch.int32, pin_memory=inbox.is_cuda)
+            return torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=inbox.is_cuda)
 
         self._inbox, self._outbox = inbox, zeros(len(inbox))
         self._words, self._unpack = zeros(count_words(num_rows)), unpack

@@ -30,7 +30,8 @@ def draw_tokens(
     best, tokens = x.max(dim=1)
     if drawn := np.flatnonzero(features & Feature.RANDOM).tolist():
         at = slice(None) if len(drawn) == len(x) else drawn
-        noise = make_noise(torch.arange(x.shape[1], dtype=torch.int32), ints[at], lengths[at])
+        every = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+        noise = make_noise(every, ints[at], lengths[at])
         scale = floats[at, INVERSE, None].float()
         scores = torch.sub(x[at], best[at, None]).mul_(scale).sub_(noise.log_())
         tokens[at] = scores.argmax(dim=1)

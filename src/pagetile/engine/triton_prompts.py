@@ -130,7 +130,7 @@ class PromptBuffers:
         most = self._find_parts(num_tokens)["new_blocks"].start + tables.numel()
         self._inbox = zeros(most, dtype=torch.int32)
         self._outboxes = deque(
-            torch.zeros(most, dtype=torch.int32, pin_memory=tables.is_cuda)
+            torch.zeros(most, dtype=torch.int32, device="cpu", pin_memory=tables.is_cuda)
             for _ in range(_NUM_OUTBOXES)
         )
 

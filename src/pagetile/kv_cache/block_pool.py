@@ -52,13 +52,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         num_blocks = whole_number("num_blocks", num_blocks, least=1)
         self._block_size = whole_number("block_size", block_size, least=1)
-        self._num_blocks = self._num_free = num_blocks
-        self._num_shared = 0
+        self._num_blocks = num_blocks
         self._reuse_listeners: list[Callable[[int], None]] = []
-        self._ref_counts = [0] * num_blocks
-        # A circular list: the sentinel `num_blocks` is both of its ends and never handed out.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        self.clear()
 
     def __repr__(self) -> str:
         return (
@@ -191,6 +187,15 @@ class BlockPool:
                 self._next[youngest], self._previous[block] = block, youngest
                 self._next[block], self._previous[ends] = ends, block
                 self._num_free += 1
+
+    def clear(self) -> None:
+        """Free every block, whatever its holders: tables that hold any must not be used again."""
+        num_blocks = self._num_free = self._num_blocks
+        self._num_shared = 0
+        self._ref_counts = [0] * num_blocks
+        # A circular list: the sentinel `num_blocks` is both of its ends and never handed out.
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._previous = [num_blocks, *range(num_blocks)]
 
     def overwrite(self, block: int) -> None:
         """Call the reuse listeners: the content of a held block is about to be replaced."""

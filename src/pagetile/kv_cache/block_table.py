@@ -162,7 +162,7 @@ class BlockTable:
                 max_blocks = max(0, len(tokens) - 1) // self._block_size
         blocks = index.match(hashes, max_blocks)
         self._pool.retain(blocks)
-        hashes._num_inserted = len(blocks)
+        hashes.num_inserted = len(blocks)
         self._blocks = blocks
         self._num_tokens = len(blocks) * self._block_size
         return hashes

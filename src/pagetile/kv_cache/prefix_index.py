@@ -168,7 +168,7 @@ class PrefixIndex:
                 f"num_full_blocks={num_full_blocks} but there are hashes of {len(hashes)} full "
                 f"blocks and the table has {len(blocks)}: extend them first"
             )
-        start = hashes._num_inserted
+        start = hashes.num_inserted
         new = blocks[start:num_full_blocks]
         for block in new:
             self._pool.ref_count(block)  # raises where the pool has no such block
@@ -178,7 +178,7 @@ class PrefixIndex:
             if link.digest not in self._blocks:
                 self._blocks[link.digest] = block
                 self._links[block] = link
-        hashes._num_inserted = max(hashes._num_inserted, num_full_blocks)
+        hashes.num_inserted = max(hashes.num_inserted, num_full_blocks)
 
     def forget(self, block: int) -> None:
         """Remove a block whose content is about to be replaced; an unknown one changes nothing."""
@@ -189,6 +189,11 @@ class PrefixIndex:
         """Remove every block: after the model's weights have changed, say."""
         self._blocks.clear()
         self._links.clear()
+
+    def repair(self) -> None:
+        """Remove entries that an interrupted ``insert`` or ``forget`` has left half made."""
+        found = {b: link for b, link in self._links.items() if self._blocks.get(link.digest) == b}
+        self._links, self._blocks = found, {link.digest: block for block, link in found.items()}
 
     def check(self) -> None:
         """Raise AssertionError unless blocks and digests name each other and are right."""
@@ -232,6 +237,9 @@ class BlockHashes:
 
     ``BlockTable.adopt_prefix`` and ``PrefixIndex.block_hashes`` make them.
 
+    Attributes:
+        num_inserted: Blocks, from the first, that were adopted from the index or inserted into it.
+
     Example:
         >>> hashes = PrefixIndex(BlockPool(8, block_size=2)).block_hashes(cache_salt="tenant-1")
         >>> hashes.extend([5, 6, 7])
@@ -246,7 +254,7 @@ class BlockHashes:
         self._index = index
         self._root = root
         self._links: list[_Link] = []
-        self._num_inserted = 0
+        self.num_inserted = 0
 
     def __len__(self) -> int:
         """Full blocks hashed so far."""
@@ -290,7 +298,7 @@ class BlockHashes:
         """
         num_tokens = whole_number("num_tokens", num_tokens)
         del self._links[num_tokens // self._index._block_size :]
-        self._num_inserted = min(self._num_inserted, len(self._links))
+        self.num_inserted = min(self.num_inserted, len(self._links))
 
     def num_common(self, other: BlockHashes) -> int:
         """Return how many full blocks, from the first, have the same digests as ``other``'s.
@@ -309,7 +317,7 @@ class BlockHashes:
         """Return the hashes of a sequence that continues from the same tokens and blocks."""
         twin = BlockHashes(self._index, self._root)
         twin._links = self._links.copy()
-        twin._num_inserted = self._num_inserted
+        twin.num_inserted = self.num_inserted
         return twin
 
     @property

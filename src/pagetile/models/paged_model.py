@@ -169,20 +169,21 @@ def load_model(
         check_config(config, model_class, max_model_len)
         find_limit(config, max_model_len)
 
-    if isinstance(model, (str, os.PathLike)):
-        source = read_model(model, dtype, check)
-    else:
-        check_class(model)
-        check(model.config, type(model))
-        _check_dtype(model, dtype)
-        source = model
-    if device is not None:
-        with explained(f"device {str(device)!r} cannot be used"):
-            source.to(device)
-    if not source.training:
-        source.eval()  # all of it
-    with evaluating(source):
-        return _make_proven(source, find_limit(source.config, max_model_len))
+    with torch.device("cpu"):  # whatever the caller's default device is
+        if isinstance(model, (str, os.PathLike)):
+            source = read_model(model, dtype, check)
+        else:
+            check_class(model)
+            check(model.config, type(model))
+            _check_dtype(model, dtype)
+            source = model
+        if device is not None:
+            with explained(f"device {str(device)!r} cannot be used"):
+                source.to(device)
+        if not source.training:
+            source.eval()  # all of it
+        with evaluating(source):
+            return _make_proven(source, find_limit(source.config, max_model_len))
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class Server:
     async def _compile(self, form: StructuredOutputsParams, field: str) -> None:
         """Compile a field's constraint on a thread; the engine caches it for the validation."""
         seconds = self.limits.grammar_seconds
-        compiling = asyncio.to_thread(self.llm.engine.compile_structured_outputs, form)
+        compiling = asyncio.to_thread(self.llm.engine.grammars.compile, form)
         try:
             await asyncio.wait_for(compiling, seconds)
         except asyncio.TimeoutError:
@@ -160,7 +160,7 @@ class Server:
     async def _truncate(
         self, prompt: str | list[int], most: int, params: SamplingParams
     ) -> list[int]:
-        token_ids = await self.llm.run_in_worker(self.llm.engine.encode, prompt)
+        token_ids = await self.llm.run_in_worker(self.llm.engine.inputs.encode, prompt)
         if most == -1:
             most = self.max_model_len - min(params.max_tokens or 1, self.max_model_len - 1)
         return token_ids[-most:]

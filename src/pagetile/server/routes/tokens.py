@@ -64,7 +64,7 @@ async def detokenize(
 
     def decode() -> str:
         if body.tokens:
-            server.llm.engine.encode(body.tokens)  # refuses ids that the model does not know
+            server.llm.engine.inputs.encode(body.tokens)  # refuses ids that the model does not know
         return str(server.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
 
     try:
