@@ -1,14 +1,17 @@
-"""Random cases of paged attention against the float64 oracle, any number of them.
+"""Random cases of an operation against float64, for as long as one likes.
 
     python tools/fuzz.py --cases 50000 --seed 0
     python tools/fuzz.py --cases 1 --seed 0 --first 1234           # one case of that run again
+    python tools/fuzz.py --operation write_kv --cases 5000         # or another, or "others" for all
+    TRITON_INTERPRET=1 python tools/fuzz.py --cases 300            # Triton's kernels, without a GPU
     python tools/fuzz.py --device cuda --processes 12 --cases 20000
     python tools/fuzz.py --device cuda --cases 50 --alike 1 --repeats 100    # the same bits
 
 On a CPU every case runs on the CPU path as this machine plans it, on three threads; with bfloat16
 also as on machines whose CPU cannot multiply it (in float32); every eighth case also on the
 reference. Sequences that share their first blocks are run once more with ``shared_prefixes``, as
-the CPU path shares them and in the two passes that a GPU makes. On a GPU it runs on the
+the CPU path shares them and in the two passes that a GPU makes. ``fuzz_operations`` has the other
+operations, which run on a CPU, and by Triton if it interprets. On a GPU a case runs on the
 implementation that "auto" chooses and on every one that supports it. There a group of successive
 cases uses the same compiled kernels: they have other lengths, numbers and blocks, but the same
 sizes and types.
@@ -26,10 +29,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
+from fuzz_operations import OPERATIONS
 from tqdm import tqdm
 
 from pagetile.device import DeviceInfo
@@ -54,7 +60,14 @@ from pagetile.testing import (
     vary,
 )
 from pagetile.tiles.state import AttentionOutput
+from pagetile.tiles.triton.launch import INTERPRETED
 
+if INTERPRETED:
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import_module("fast_interpreter").hasten()
+
+HERE = "triton" if INTERPRETED else "cpu"
+"""The implementation that runs without a GPU."""
 REFERENCE_EVERY = 8
 GPU_IMPLEMENTATIONS = ("auto", "hopper_prefill", "hopper", "triton")
 PART = 100  # cases of a group that a process takes at a time
@@ -119,12 +132,16 @@ def _parse() -> argparse.Namespace:
     add("--cases", type=int, default=1000, help="how many cases (default: 1000)")
     add("--seed", type=int, default=0, help="which sequence of cases (default: 0)")
     add("--first", type=int, default=0, help="where in it to begin (default: 0)")
+    names = ["paged_attention", "others", *OPERATIONS]
+    add("--operation", choices=names, default=names[0], help=f"which (default: {names[0]})")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     add("--processes", type=int, default=1, help="how many work side by side (default: 1)")
     add("--alike", type=int, default=250, help="how many share a GPU's kernels (default: 250)")
     add("--repeats", type=int, default=0, help="calls that must repeat a case's bits (default: 0)")
     add("--seconds", type=float, default=float("inf"), help="after which no case is begun")
     options = parser.parse_args()
+    if options.device == "cuda" and options.operation != names[0]:
+        parser.error(f"--device cuda is for {names[0]}")
     options.until = time.time() + options.seconds
     return options
 
@@ -149,8 +166,11 @@ def run(options: argparse.Namespace, numbers: range) -> Tally:
     for number in numbers:
         if time.time() > options.until:
             break
-        case = _draw(options, number)
         tally.cases += 1
+        if options.operation != "paged_attention":
+            _try_other(options, number, tally)
+            continue
+        case = _draw(options, number)
         try:
             for name, report in _try(case, number, options, tally):
                 again = f"--seed {options.seed} --first {number} --device {options.device}"
@@ -165,13 +185,60 @@ def run(options: argparse.Namespace, numbers: range) -> Tally:
     return tally
 
 
+def _try_other(options: argparse.Namespace, number: int, tally: Tally) -> None:
+    """Run one case of another operation, or of all others in turn."""
+    name = options.operation
+    if name == "others":
+        known = [each for each, (_, impls) in OPERATIONS.items() if HERE in impls]
+        name = known[number % len(known)]
+    try:
+        with poisoned_memory():
+            ratios = OPERATIONS[name][0](random.Random(f"{options.seed}-{number}"), HERE)
+        report: dict[str, object] = {n: ratio for n, ratio in ratios.items() if not ratio <= 1}
+    except UnsupportedError:
+        return
+    except Exception as error:
+        ratios, report = {}, {"raised": error}
+    tally.runs[HERE, name] += 1
+    tally.worst[HERE, name] = max([tally.worst.get((HERE, name), 0.0), *ratios.values()])
+    if report:
+        again = f"--cases 1 --seed {options.seed} --first {number} --operation {options.operation}"
+        tally.failures.append(f"FAILED {name} on {HERE}: {report}\npython tools/fuzz.py {again}")
+
+
 def _draw(options: argparse.Namespace, number: int) -> PagedCase:
     rng = random.Random(f"{options.seed}-{number}")
     if options.device == "cpu":
-        return random_case(rng)
+        case = _widen(random_case(rng), rng)
+        if torch.bfloat16 not in (case.dtype, case.cache_dtype) or not INTERPRETED:
+            return case
+        kv_dtype = None if case.kv_dtype == torch.bfloat16 else case.kv_dtype
+        return replace(case, dtype=torch.float16, kv_dtype=kv_dtype)
     group = number // options.alike
     like = random_case(random.Random(f"{options.seed}-lot-{group}"))
     return vary(replace(like, strided=like.strided and group % STRIDED_EVERY == 0), rng)
+
+
+def _widen(case: PagedCase, rng: random.Random) -> PagedCase:
+    """Give some cases more heads in a group, or wider heads, than most models have."""
+    if rng.random() < 0.1 and sum(case.query_lens) < 300:
+        case = replace(case, num_heads=case.num_kv_heads * rng.choice([9, 16, 33, 64, 71]))
+    if rng.random() < 0.1:
+        case = replace(case, head_size=rng.choice([264, 320, 512]))
+    return case
+
+
+def _vary_options(inputs: PagedInputs, rng: random.Random) -> PagedInputs:
+    """Draw the biases' types and signs, an infinite sink, and the sign of keys' scales."""
+    options, dtypes = dict(inputs.options), (torch.float32, torch.float16, torch.bfloat16)
+    for name in ("alibi_slopes", "sinks"):
+        if options[name] is not None:
+            options[name] = (rng.choice([1, -1]) * options[name]).to(rng.choice(dtypes))
+    if options["sinks"] is not None and rng.random() < 0.3:
+        options["sinks"][0] = -torch.inf
+    if options.get("k_scale") is not None and rng.random() < 0.3:
+        options["k_scale"] = -options["k_scale"]
+    return inputs.replace(options=options)
 
 
 def _try(
@@ -179,8 +246,14 @@ def _try(
 ) -> Iterator[tuple[str, object]]:
     """Run a case on every implementation; yield failures by name."""
     inputs = make_inputs(case)
-    expected = oracle(inputs)
-    allowed = tolerance(inputs, expected)
+    if options.device == "cpu":
+        inputs = _vary_options(inputs, random.Random(f"options-{options.seed}-{number}"))
+    try:
+        expected = oracle(inputs)
+        allowed = tolerance(inputs, expected)
+    except AssertionError as error:
+        yield "the oracle", repr(error)
+        return
     calls = _on_cpu(inputs, number) if options.device == "cpu" else _on_gpu(inputs)
     for name, call in calls:
         try:
@@ -215,9 +288,15 @@ _Calls = Iterator[tuple[str, Callable[[], AttentionOutput]]]
 
 
 def _on_cpu(inputs: PagedInputs, number: int) -> _Calls:
+    out = {"out": inputs.out} if number % 2 else {}
+    if INTERPRETED:
+        yield "triton", lambda: inputs.attend(impl="triton", **out)
+        many = make_gpu_plan(inputs.problem, DeviceInfo("cpu", 5), batch_invariant=number % 3 == 0)
+        yield "triton, many splits", lambda: inputs.attend(impl="triton", plan=many, **out)
+        return
     here = replace(DeviceInfo.of(inputs.q.device), num_workers=3)
     plan = make_plan(inputs.problem, here)
-    yield "cpu", lambda: inputs.attend(impl="cpu", plan=plan)
+    yield "cpu", lambda: inputs.attend(impl="cpu", plan=plan, **out)
     if here.bf16_dot and inputs.q.dtype == inputs.k_cache.dtype == torch.bfloat16:
         there = make_plan(inputs.problem, replace(here, bf16_dot=False))
         yield "cpu without bf16_dot", lambda: inputs.attend(impl="cpu", plan=there)

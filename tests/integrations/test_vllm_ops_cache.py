@@ -59,6 +59,17 @@ def test_reshape_and_cache(dtype, size, block_size, impl, mirror):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("slots", [[], [-1, -1]], ids=str)
+def test_reshape_and_cache_of_padding_only_writes_nothing(slots, impl, mirror):
+    key, value = new_tokens(F32, 64)
+    caches = packed_cache(F32, 64, 8, 5.0)
+    slots = torch.tensor(slots, dtype=torch.int64)
+    with mirror(key, value, *caches, slots, impl=impl) as there:
+        reshape_and_cache(*there, "auto", 1.0, 1.0)
+    assert all((cache == 5).all() for cache in caches)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_reshape_and_cache_in_8_bits(dtype, name, impl, mirror):

@@ -524,6 +524,17 @@ def test_gradients_through_lse_are_autograds():
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_sink_of_minus_infinity_is_none(impl):
+    inputs = Inputs(Case((9,), (4,), batch=2, causal=True, has_sinks=True), device_of(impl))
+    inputs.options["sinks"].fill_(-math.inf)
+    (out, lse), (*grads, d_sinks) = inputs.run(impl)
+    inputs.options["sinks"] = None
+    without = inputs.run(impl)
+    for found, expected in zip((out, lse, *grads), itertools.chain(*without), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not d_sinks.any()
+
+
 def test_a_wrong_gradient_is_refused():
     inputs = Inputs(Case((40,), (40,), batch=1, causal=True, dtype=BF16))
     result, grads = inputs.run("reference")

@@ -325,3 +325,17 @@ def test_layouts_agree():
     here = attention(q, k, v, block_mask=block_mask, layout="BHSD").out
     there = attention(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=block_mask).out
     torch.testing.assert_close(here, there.transpose(1, 2))
+
+
+def test_a_mask_of_inference_mode_may_change(impl):
+    """Its changes are not counted, so no list of its tiles is kept."""
+    device = device_of(impl)
+    with torch.inference_mode():
+        q, k, v = torch.randn(3, 1, 40, 2, 16, device=device).unbind()
+        mask = torch.eye(2, dtype=torch.bool, device=device)[None, None]
+        for _ in range(2):
+            block_mask = BlockMask(mask, 20, 20)
+            out, _ = attention(q, k, v, block_mask=block_mask, impl=impl)
+            expected, _ = attention(q, k, v, block_mask=block_mask, impl="reference")
+            assert torch.allclose(out, expected, atol=1e-5)
+            mask.logical_not_()

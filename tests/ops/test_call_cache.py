@@ -168,3 +168,20 @@ def test_a_used_batch_can_be_copied(copied):
     batch = copied(arguments["batch"])
     assert vars(batch).keys() == {field.name for field in fields(batch)}
     assert torch.equal(paged_attention(**arguments | {"batch": batch}).out, expected)
+
+
+@pytest.mark.parametrize("impl", ["cpu", pytest.param("triton", marks=pytest.mark.interpret)])
+def test_a_scale_in_a_tensor_is_read_at_every_call(impl):
+    """A prepared launch keeps the number, which may change in the tensor."""
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    caches = torch.randn(2, 4, 16, 2, 32, device=device).unbind(0)
+    batch = PagedBatch.of([[3, 1]], [30], device=device)
+    q, scale = torch.randn(1, 4, 32, device=device), torch.tensor(0.1)
+
+    def attend(softmax_scale):
+        return paged_attention(q, *caches, batch, softmax_scale=softmax_scale, impl=impl).lse
+
+    for _ in range(3):
+        attend(scale)
+    scale.fill_(2.0)
+    assert torch.equal(attend(scale), attend(2.0))

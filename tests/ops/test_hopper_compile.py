@@ -32,7 +32,7 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
 from pagetile.tiles.hopper import softmax  # noqa: E402
 from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_rows  # noqa: E402
-from pagetile.tiles.hopper.launch import make_launcher, refuse  # noqa: E402
+from pagetile.tiles.hopper.launch import _is_far, make_launcher, refuse  # noqa: E402
 from pagetile.tiles.hopper.layouts import num_parts, part_size, part_start  # noqa: E402
 from pagetile.tiles.hopper.tiling import (  # noqa: E402
     CAPPED_TILINGS,
@@ -546,3 +546,15 @@ def test_a_scale_that_bias_can_be_divided_by(scale):
     if abs(scale) > 0.01:
         found, normal = launch.normalise_scale(q.half(), scale)
         assert torch.equal(found.double() * normal, q.half().double() * scale)
+
+
+@pytest.mark.parametrize(("num_blocks", "is_far"), [((1 << 31) // 512, True), (1 << 20, False)])
+def test_boxes_are_for_rows_that_32_bits_count(num_blocks, is_far):
+    """Of a cache whose heads come before its slots, heads and slots of all blocks are rows."""
+    cache = torch.empty(num_blocks, 8, 64, 32, dtype=F16, device="meta").transpose(1, 2)
+    config = ForwardConfig(F16, 32, 64, causal=True)
+    assert not config.gathers
+    assert _is_far(config, cache, cache) is is_far
+    by_slot = torch.empty(num_blocks, 64, 8, 32, dtype=F16, device="meta")
+    assert not _is_far(config, by_slot, by_slot)
+    assert replace(config, is_far=True).gathers

@@ -400,3 +400,13 @@ def test_sequences_without_blocks_are_laid_out():
     tables, seq_lens, _ = shared_prefixes._lay_out(batch, shared, 8)
     assert tables.shape == (1 + num_seqs, 0)
     assert not seq_lens.any()
+
+
+@pytest.mark.usefixtures("shares")
+def test_what_only_the_reference_computes_is_not_shared(monkeypatch):
+    """On a GPU no kernel takes its prefix."""
+    monkeypatch.setattr(shared_prefixes, "run", None)
+    inputs = make_shared(*CASES[0])
+    wide = {name: getattr(inputs, name).double() for name in ("q", "k_cache", "v_cache")}
+    wide = replace(inputs, **wide)
+    assert torch.equal(wide.attend().out, wide.attend(impl="reference").out)

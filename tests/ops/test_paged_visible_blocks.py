@@ -172,3 +172,11 @@ def test_what_lies_in_unlisted_blocks_does_not_show(
     inputs.options["visible_blocks"] = lists
     poisoned = inputs.replace(k_cache=k_cache, v_cache=v_cache)
     assert_matches(attend(poisoned, impl), inputs)
+
+
+def test_a_table_that_is_too_short_is_named_before_the_lists():
+    inputs = make_inputs(PagedCase((1,), (70,), block_size=8, visible_share=1.0))
+    batch = inputs.batch
+    short = replace(batch, block_tables=batch.block_tables[:, :3])
+    with pytest.raises(ShapeError, match=r"max_blocks_per_seq=3: give all blocks"):
+        inputs.replace(batch=short).attend(impl="cpu")

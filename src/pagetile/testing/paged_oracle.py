@@ -263,7 +263,8 @@ def _eager_scores(q: Tensor, k: Tensor, options: Arguments, seq: int) -> Tensor:
     positions = torch.arange(query_len)[:, None] + seq_len - query_len
     keys = torch.arange(seq_len)
     if options.alibi_slopes is not None:
-        scores = scores + (options.alibi_slopes[:, None, None] * (keys - positions)).to(q.dtype)
+        slopes = options.alibi_slopes.float()[:, None, None]
+        scores = scores + (slopes * (keys - positions)).to(q.dtype)
     hidden = torch.zeros(query_len, seq_len, dtype=torch.bool)
     if options.causal:
         hidden |= keys > positions

@@ -182,8 +182,8 @@ def _write_packed(
     slots, block_size, x = slot_mapping[written], *key_cache.shape[3:]
     blocks, offsets = slots // block_size, slots % block_size
     dtype = key_cache.dtype
-    rows = _quantise(key[written], k_scale, dtype).reshape(len(slots), key.shape[1], -1, x)
-    key_cache[blocks, :, :, offsets] = rows
+    keys = _quantise(key[written], k_scale, dtype)
+    key_cache[blocks, :, :, offsets] = keys.reshape(*keys.shape[:-1], keys.shape[-1] // x, x)
     value_cache[blocks, :, :, offsets] = _quantise(value[written], v_scale, dtype)
 
 

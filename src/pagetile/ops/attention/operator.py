@@ -177,7 +177,8 @@ def _differentiate_sinks(
     mean = (d_out.to(dtype) * out.to(dtype)).sum(dim=-1)
     if d_lse is not None:
         mean = mean - d_lse
-    share = torch.exp(sinks.to(dtype) - lse.to(dtype))
+    # Rows without a key and with a sink of -inf have no share in it, but -inf - -inf is no number.
+    share = torch.exp(sinks.to(dtype) - lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf))
     return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
 
 

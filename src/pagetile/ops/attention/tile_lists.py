@@ -57,6 +57,8 @@ def list_tiles(
     """
     mask = block_mask.mask
     sizes = block_mask.block_q, block_mask.block_k, query_len, seq_len, tile_q, tile_k
+    if mask.is_inference():  # its changes are not counted, so nothing can be kept
+        return _list_tiles(mask, *sizes, causal, sliding_window, by_keys)
     key = (*sizes, causal, sliding_window, by_keys, mask._version)
     made = _made.setdefault(mask, {})
     if key in made:

@@ -136,6 +136,8 @@ def paged_attention(
         )  # fmt: skip
         return result
     sliding_window = whole_window(sliding_window)
+    if isinstance(softmax_scale, Tensor):  # a prepared launch keeps the number
+        softmax_scale = as_number("softmax_scale", softmax_scale)
     if causal is not True and causal is not False:  # 1 has the same hash as True
         check_flag("causal", causal)
     numbers = causal, sliding_window, logits_soft_cap
@@ -210,7 +212,8 @@ def _dispatch(form: CallForm, plan: Plan | None, impl: str) -> CachedCall:
     if not isinstance(form.softmax_scale, float):  # an equal float finds this entry
         form = form._replace(softmax_scale=float(form.softmax_scale))
     device = DeviceInfo.of(form.q.device)
-    if form.shared_prefixes is not None and impl != "reference":
+    name, module = choose_implementation(problem, device, impl)
+    if form.shared_prefixes is not None and name != "reference":
         if plan is not None:
             raise UnsupportedError(
                 "plan with shared_prefixes: pass plan=None, or a batch without shared_prefixes"
@@ -218,7 +221,6 @@ def _dispatch(form: CallForm, plan: Plan | None, impl: str) -> CachedCall:
         if form.sliding_window is None:  # a window hides most of a long prefix
             run = functools.partial(_run_shared, problem, impl)
             return CachedCall(form, problem, run)
-    name, module = choose_implementation(problem, device, impl)
     check_plan(plan, impl, runs=name)
     run = module.prepare(problem, form, plan)
     if name == "reference":

@@ -45,7 +45,6 @@ def _run(problem, plan, call):
     )
     mask = None
     if call.visible_blocks is not None:
-        check_visible_blocks(call.visible_blocks, batch.seq_lens, problem.block_size)
         mask = _mask_of(problem, batch, call.visible_blocks)
         plan = replace(plan, decode_heads=1)  # heads of an item read the same tiles
     work = make_call(
@@ -60,6 +59,8 @@ def _run(problem, plan, call):
         problem, batch, k_cache.shape[0], cu_seqlens_q=work.cu_seqlens_q, seq_lens=work.seq_lens,
         block_tables=work.block_tables,
     )  # fmt: skip
+    if call.visible_blocks is not None:
+        check_visible_blocks(call.visible_blocks, batch.seq_lens, problem.block_size)
     attend(work, problem.num_kv_heads, plan)
     return AttentionOutput(out, lse)
 
@@ -74,10 +75,11 @@ class _BlockMask(NamedTuple):
 
 
 def _mask_of(problem, batch, visible_blocks):
-    """Return the mask that hides all blocks that are not listed."""
+    """Return the mask that hides all blocks that are not listed; lists are not checked yet."""
     num_blocks = batch.block_tables.shape[1]
     mask = visible_blocks.new_zeros(*visible_blocks.shape[:2], 1, num_blocks + 1, dtype=torch.bool)
-    listed = torch.where(visible_blocks < 0, num_blocks, visible_blocks).long()
+    listed = torch.where(visible_blocks < 0, num_blocks, visible_blocks)
+    listed = listed.clamp(max=num_blocks).long()
     mask.scatter_(3, listed[:, :, None], True)
     mask = mask[..., :num_blocks].repeat_interleave(problem.group, dim=1)
     return _BlockMask(mask, 1 << 30, problem.block_size)

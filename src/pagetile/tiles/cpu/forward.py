@@ -260,8 +260,8 @@ def _finish(call, state, at, item):
                 (item.first_head + head) * call.group + r % call.group,
             )
             m, l, scale = state.m[row], state.l[row], np.float32(1)
-            if len(call.sinks) > 0:
-                sink = call.sinks[q_head] * LOG2_E
+            sink = call.sinks[q_head] * LOG2_E if len(call.sinks) > 0 else np.float32(-np.inf)
+            if sink != -np.inf:
                 top = max(m, sink)
                 scale = exp2_scalar(m - top)
                 m, l = top, l * scale + exp2_scalar(sink - top)

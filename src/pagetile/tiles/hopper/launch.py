@@ -141,7 +141,7 @@ def attend(
     if lists is None:
         pack = pack_of(group, max_query_len, config.tiling)
         config = dataclasses.replace(config, pack=pack)
-    if config.gathers and _is_far(k, v):
+    if block_tables is not None and _is_far(config, k, v):
         config = dataclasses.replace(config, is_far=True)
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
@@ -258,8 +258,13 @@ def _gathered(k: Tensor, v: Tensor, config: ForwardConfig) -> _Sources:
     return (k, v), 0, tuple(n if config.is_far else ctypes.c_int32(n).value for n in units)
 
 
-def _is_far(*caches: Tensor) -> bool:
-    """Return whether rows are 64 GiB apart, too far for 32-bit offsets in units of 16 bytes."""
+def _is_far(config: ForwardConfig, *caches: Tensor) -> bool:
+    """Return whether 32 bits do not count the rows of boxes, or 16-byte units between other rows.
+
+    Of caches whose heads come before their slots, a descriptor's rows are those of all heads.
+    """
+    if not config.gathers:
+        return any(x.shape[0] * (x.stride(0) // max(1, x.stride(1))) >= 1 << 31 for x in caches)
     spans = (
         sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
         for x in caches

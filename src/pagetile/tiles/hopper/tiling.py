@@ -97,7 +97,8 @@ class ForwardConfig:
     is_sparse: bool = False
     """Whether it visits the tiles on a list; then it is not paged."""
     is_far: bool = False
-    """Whether offsets of gathered rows take 64 bits."""
+    """Whether rows are too many for boxes, or too far apart for offsets of 32 bits: they are
+    gathered, with offsets of 64 bits."""
     splits: bool = False
     """Whether programs may share the keys of a tile of queries; then it is paged."""
     packed: str = "none"
@@ -156,7 +157,7 @@ class ForwardConfig:
         """
         if self.block_size == 0:
             return False
-        if self.packed != "none":  # converted on the way, which TMA cannot do
+        if self.packed != "none" or self.is_far:  # TMA neither converts nor counts beyond 2^31
             return True
         if all(size in _LONG_ROWS for size in self.sizes):
             return self.block_size != UNIT and self.block_size % (2 * UNIT) != 0
