@@ -495,10 +495,10 @@ def try_rotary_write(rng: random.Random, impl: str) -> Ratios:
         q_norm=_maybe(rng, 0.4, _norm(rng, size, dtype)),
         k_norm=_maybe(rng, 0.4, _norm(rng, size, dtype)), is_shared=rng.random() < 0.5,
     )  # fmt: skip
-    turned = 2 * rng.randint(1, size // 2)
+    rotated = 2 * rng.randint(1, size // 2)
     angles: list[Any] = [None, None]
     if rng.random() < 0.8:
-        width = turned // 2 if heads.is_shared else turned
+        width = rotated // 2 if heads.is_shared else rotated
         angles = [torch.rand(1, tokens, width, generator=_generator(rng)).to(dtype) for _ in "cs"]
     wide = torch.randn(tokens, heads.width + 8, generator=_generator(rng)).to(dtype)
     qkv = wide[:, : heads.width] if rng.random() < 0.5 else wide[:, : heads.width].contiguous()

@@ -97,7 +97,7 @@ def test_echo_alone_returns_the_prompt(post):
 @pytest.mark.parametrize("options", [{}, {"skip_special_tokens": False}])
 def test_offsets_are_where_the_tokens_are_in_the_text(http, post, llm, as_ids, options):
     prompt = "# für π, 漢字 und 🎉\n" + PROMPT
-    ids = llm.engine.encode(prompt)
+    ids = llm.engine.inputs.encode(prompt)
     words = llm.engine.token_text
     assert ids[0] in words.special_ids
     bias = {str(ids[0]): 10.0}  # many of the output's tokens are special, too

@@ -105,8 +105,8 @@ def test_beyond_the_queue_comes_a_503_that_says_when_to_try_again(llm):
         assert many.status_code == 503
 
 
-def test_a_failing_step_is_a_500_and_the_server_goes_on(http, llm, monkeypatch):
-    forward = llm.engine.model.forward
+def test_a_failing_step_is_a_500_and_the_server_goes_on(http, async_llm, monkeypatch):
+    forward = async_llm.engine.model.forward
 
     def fragile(step):
         if step.token_ids.shape[0] == 7:  # a prompt of seven tokens is unlucky
@@ -114,14 +114,14 @@ def test_a_failing_step_is_a_500_and_the_server_goes_on(http, llm, monkeypatch):
         return forward(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model, "forward", fragile)
+        patch.setattr(async_llm.engine.model, "forward", fragile)
         bad = http.post("/v1/completions", json={"prompt": [5] * 7})
         good = http.post("/v1/completions", json={"prompt": [5] * 8})
     assert bad.status_code == 500
     assert "cosmic ray" in bad.json()["error"]["message"]
     assert good.status_code == 200
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model, "forward", fragile)
+        patch.setattr(async_llm.engine.model, "forward", fragile)
         with http.stream(
             "POST", "/v1/completions", json={"prompt": [5] * 7, "stream": True}
         ) as late:
