@@ -412,7 +412,7 @@ def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish():
 
 
 def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, monkeypatch):
-    """The program starts at once and logs, as a server does, more than a pipe holds."""
+    """The program starts, and logs more than a pipe holds, as a server does."""
     program, done = tmp_path / "server", tmp_path / "done"
     program.write_text(
         "#!/bin/sh\necho serving at http://127.0.0.1:12345/v1\n"

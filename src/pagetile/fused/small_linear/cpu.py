@@ -28,8 +28,7 @@ from ...tiles.cpu.compile import allocating, entry, inner
 from ...tiles.cpu.microkernels import score_tile
 from ...tiles.cpu.simd import add, array_at, load, load_one, store, store_one, take_number
 from ...tiles.cpu.threads import on_team, run_together
-from ..gated_activation import gated_activation
-from ..rms_norm import Norm, rms_norm
+from . import reference
 from .problem import Problem
 
 BLOCK = 64
@@ -62,26 +61,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return refuse(device, x=problem.dtype)
 
 
-def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm | None,
-    activation: str,
-    residual: Tensor | None,
-) -> Tensor:
-    """Return ``[..., num_columns]``."""
-    if norm is not None:
-        x = rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl="reference")
-    y = _multiply(x.contiguous(), weight, bias)
-    if activation:
-        y = gated_activation(y, activation, impl="reference")
-    return y if residual is None else residual + y
-
-
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``."""
-    device, (num_columns, size) = DeviceInfo.of(x.device), weight.shape
+    device, (num_columns, size), x = DeviceInfo.of(x.device), weight.shape, x.contiguous()
     out = x.new_empty(*x.shape[:-1], num_columns)
     num_rows = x.numel() // size
     like, left, sizes = _describe(
@@ -93,6 +75,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         like, left, sizes, np.zeros(1, np.int64),
     )  # fmt: skip
     return out
+
+
+run = functools.partial(reference.run, linear=_multiply)
 
 
 @functools.lru_cache(maxsize=4096)

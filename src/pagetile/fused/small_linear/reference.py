@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,11 +18,12 @@ def run(
     norm: Norm | None,
     activation: str,
     residual: Tensor | None,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
 ) -> Tensor:
-    """``[..., num_columns]``."""
+    """``[..., num_columns]``, with the products of ``linear``."""
     if norm is not None:
         x = rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl="reference")
-    y = functional.linear(x, weight, bias)
+    y = linear(x, weight, bias)
     if activation:
         y = gated_activation(y, activation, impl="reference")
     return y if residual is None else residual + y
