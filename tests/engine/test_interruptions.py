@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -138,3 +139,17 @@ def test_an_interruption_at_any_line_loses_no_token_of_a_grammar() -> None:
     finish(engine)
     outputs = {engine.take_output(number).outputs[0].token_ids for number in [*engine._requests]}
     assert [len(tokens) > 3 for tokens in outputs] == [True]
+
+
+def test_a_request_interrupted_at_any_line_of_its_start_is_served_or_unknown() -> None:
+    engine, prompt, params = make_engine(num_layers=1), (5, 6, 7), replace(PARAMS[2], max_tokens=3)
+    for number in range(500):
+        with interrupted(number) as where:
+            engine.add_request(prompt, params, request_id=number)
+        if not where:
+            break
+    assert 10 < number < 499
+    finish(engine)
+    expected = alone(prompt, params, 1).outputs
+    for request_id in [*engine._requests]:
+        assert all(map(is_same, engine.take_output(request_id).outputs, expected)), request_id
