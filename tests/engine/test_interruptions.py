@@ -153,3 +153,21 @@ def test_a_request_interrupted_at_any_line_of_its_start_is_served_or_unknown() -
     expected = alone(prompt, params, 1).outputs
     for request_id in [*engine._requests]:
         assert all(map(is_same, engine.take_output(request_id).outputs, expected)), request_id
+
+
+def test_a_sequence_interrupted_at_any_line_of_its_end_has_ended() -> None:
+    engine, prompt = make_engine(num_layers=1, is_ahead=False), (5, 6, 7)
+    tokens = alone(prompt, replace(PARAMS[2], max_tokens=4), 1).outputs[0].token_ids
+    params = replace(PARAMS[2], stop_token_ids=[tokens[1]])
+    expected = alone(prompt, params, 1).outputs
+    for number in range(0, 3000, 2):
+        engine.add_request(prompt, params, request_id=number)
+        for _ in range(tokens.index(tokens[1])):
+            engine.step()
+        with interrupted(number) as where:
+            engine.step()
+        finish(engine)
+        assert all(map(is_same, engine.take_output(number).outputs, expected)), where
+        if not where:
+            break
+    assert 100 < number < 2998
