@@ -424,7 +424,6 @@ class Scheduler:
         sequence.table = BlockTable(self.pool)  # a new table marks its row as stale
         sequence.num_computed = 0
         sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
-        sequence.block_hashes.truncate(sequence.num_tokens)  # they may include unread tokens
         sequence.is_decoding = False
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
