@@ -231,7 +231,7 @@ def all_records(
             before = report.load(old) if old.exists() else None
             start = time.monotonic()
             try:
-                missing += _renew(
+                failed = _renew(
                     spec, new, cases, made, budget, repeats, circumstances, checked, uncompiled
                 )
             except _DeviceLostError as reason:
@@ -245,6 +245,9 @@ def all_records(
                 _report(missing, changes, loaded)
                 command = [sys.executable, "-m", "benchmarks", "all", *options]
                 raise typer.Exit(subprocess.call(command) or 1) from None
+            for line in failed:  # now: a machine may be taken back before the report
+                _say(f"missing: {line}")
+            missing += failed
             _say(f"{name} ends after {time.monotonic() - start:.0f} s")
             if new.exists():
                 loaded += find_loaded(report.load(new))
