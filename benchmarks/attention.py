@@ -16,8 +16,6 @@ from .machine import READ_BYTES, read_all
 from .peers import SDPA, make_peers, to_tokens
 from .workload import describe, make_workload, shorten
 
-__all__ = ["AttentionCase"]
-
 READ = "read 1 GiB"
 AFTER_TORCH_OP = "pagetile, right after a torch op"
 

@@ -18,8 +18,6 @@ from .case import Check, Measurement, Target
 from .gate import Rows, check_timed_call, chosen, judge_peers
 from .gpu_timing import time_in_turns
 
-__all__ = ["BlockSparseCase"]
-
 MOST_ROWS = 64
 
 

@@ -17,8 +17,6 @@ from .case import Check, Measurement, Target
 from .gate import check_kernel
 from .gpu_timing import time_host, time_in_turns
 
-__all__ = ["CopyBlocksCase", "WriteKVCase"]
-
 COPY = "torch copy of as many bytes"
 Calls = dict[str, Callable[[], object]]
 _OFFSETS = (0, *(n << 20 for n in (1, 3, 17, 70, 150, 301)))

@@ -7,17 +7,6 @@ from typing import NamedTuple, Protocol
 
 from pagetile.analysis.timing import Times
 
-__all__ = [
-    "COMPILED_ELSEWHERE",
-    "Case",
-    "Check",
-    "Measurement",
-    "Target",
-    "at_least",
-    "at_most",
-    "compile_effort",
-]
-
 COMPILED_ELSEWHERE = "left out: it compiles for minutes; other cases have it"
 """Why a case leaves out a peer that torch.compile makes."""
 

@@ -28,8 +28,6 @@ from .vllm_ops import VLLM_CASES
 from .window_workloads import WindowWorkloadsCase, find_workloads
 from .windows import WindowCase
 
-__all__ = ["can_run", "find_cases"]
-
 DECODE = PagedCase(
     query_lens=(1,) * 8,
     seq_lens=(4096,) * 8,

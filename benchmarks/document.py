@@ -38,8 +38,6 @@ from typing import Any
 from .machine import PEERS, is_clean
 from .report import days, load
 
-__all__ = ["Figure", "fill", "find_figures", "is_in_table", "tables", "value_of"]
-
 _TABLE = re.compile(r"(<!-- table: (\S+) (\S+) \|(.*?)-->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(
     r"(<!-- figure: (\S+) (\S+) \| ([^|>]+?) \| (.+?) -->)(.*?)(<!-- /figure -->)", re.DOTALL

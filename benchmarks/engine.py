@@ -18,8 +18,6 @@ from pagetile.errors import UnsupportedError
 from .case import Check, Measurement, Target
 from .generators import BLOCK_SIZE, SHIPPED, Generate, Generators, Model, Prompts, load
 
-__all__ = ["EngineCase"]
-
 PEERS: dict[str, Callable[[Generators, Prompts, int], Prompts]] = {
     "padded generate": Generators.padded,
     "continuous batching": Generators.continuous_batching,

@@ -24,17 +24,6 @@ from pagetile import PagedBatch
 
 from .case import Check
 
-__all__ = [
-    "Rows",
-    "allowed_error",
-    "check_calls",
-    "check_kernel",
-    "check_timed_call",
-    "chosen",
-    "expected_rows",
-    "judge_peers",
-]
-
 MOST_SEQS, MOST_ROWS = 3, 16  # at random, besides the first, last and longest
 PEER_ERROR = 2**-4
 """A peer may round weights to 8 bits; this only excludes that it computes something else."""

@@ -14,18 +14,6 @@ import torch
 from pagetile import LLM, SamplingParams
 from pagetile.demo import path
 
-__all__ = [
-    "BLOCK_SIZE",
-    "LLAMA",
-    "QWEN3",
-    "SHIPPED",
-    "Generate",
-    "Generators",
-    "Model",
-    "Prompts",
-    "load",
-]
-
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
 """Called with prompts and a number of new tokens; returns the new tokens of each prompt."""

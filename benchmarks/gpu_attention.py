@@ -22,8 +22,6 @@ from .gpu_timing import time_host, time_in_turns
 from .libraries import find_libraries
 from .machine import read_all
 
-__all__ = ["READ", "READ_BYTES", "GpuBlockSizesCase", "GpuDecodeCase", "GpuPrefillCase"]
-
 READ = "reading 4 GiB"
 READ_BYTES = 4 << 30
 CLEAN = ", clean cache"

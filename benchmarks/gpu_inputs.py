@@ -33,8 +33,6 @@ from pagetile.tiles.state import AttentionOutput
 from .case import Check
 from .gate import Rows, check_timed_call, chosen, expected_rows
 
-__all__ = ["LLAMA_8B", "Inputs", "Shape", "check_against_float64"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -17,8 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from .case import COMPILED_ELSEWHERE
 from .gpu_inputs import Inputs
 
-__all__ = ["Peers", "compile_flex", "decode_peers", "find_absent", "prefill_peers", "reader"]
-
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

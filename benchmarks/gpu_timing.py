@@ -16,8 +16,6 @@ import torch
 
 from pagetile.analysis.timing import Times, WallClock, between_events, take_turns
 
-__all__ = ["GraphClock", "time_host", "time_in_turns"]
-
 _CALLS_A_ROUND = 100
 """Few enough for the GPU's queue: the host has to wait when it is full."""
 ROUNDS = 7

@@ -23,8 +23,6 @@ from pagetile.engine.cuda_graphs import padded_sizes
 from pagetile.models import load_model
 from pagetile.testing.models import tiny_model
 
-__all__ = ["StubGraphs", "make_engine", "time_step"]
-
 BLOCK_SIZE = 16
 NUM_STEPS, NUM_REPEATS = 160, 8
 

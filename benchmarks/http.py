@@ -32,8 +32,6 @@ import psutil
 from pagetile import LLM, SamplingParams
 from pagetile.testing.serve import server_process
 
-__all__ = ["Stream", "Workload", "compare", "percentile", "post", "send"]
-
 
 @dataclass(frozen=True)
 class Workload:

@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Load", "Response", "drive", "post", "run"]
-
 _KILL_SECONDS = 10.0
 
 

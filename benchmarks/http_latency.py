@@ -48,8 +48,6 @@ from .http_client import Load, Response, post, run
 from .processes import tethered
 from .report import REPEATS
 
-__all__ = ["Request", "Running", "Server", "Setup", "arrivals", "compare_latency", "draw", "start"]
-
 _HEALTH_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 _LOG_LINES = 15

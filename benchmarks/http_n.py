@@ -35,8 +35,6 @@ from .http import Stream, percentile, post, send
 from .report import REPEATS
 from .workload_n import Requests, draw_n, generate
 
-__all__ = ["Setup", "compare_n", "make_byte_tokenizer"]
-
 
 @dataclass(frozen=True)
 class Setup:

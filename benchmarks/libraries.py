@@ -21,8 +21,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .gpu_inputs import Inputs
 
-__all__ = ["COMPILED_WHEN_PLANNED", "find_libraries"]
-
 _WORKSPACE = 256 << 20  # bytes, for FlashInfer's partial states
 _LARGER_WORKSPACE = 2 << 30  # where BatchAttention asks for more than its own 384 MiB
 _BATCH_ATTENTION_SIZES = (64, 128, 256)  # heads of others may end the process

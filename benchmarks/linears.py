@@ -18,8 +18,6 @@ from .case import Check, Measurement, Target
 from .gate import allowed_error
 from .machine import READ_BYTES, read_all
 
-__all__ = ["LinearCase"]
-
 _BYTES = 256 << 20
 """Of all weights of a call, which no cache holds."""
 

@@ -17,17 +17,6 @@ import torch
 
 from pagetile.version import find_version
 
-__all__ = [
-    "PEERS",
-    "READ_BYTES",
-    "BackgroundLoad",
-    "describe",
-    "describe_run",
-    "free_read_memory",
-    "is_clean",
-    "read_all",
-]
-
 READ_BYTES = 1 << 30
 PEERS = {
     "flashinfer": "flashinfer-python",

@@ -12,8 +12,6 @@ from pagetile.testing import PagedInputs
 
 from .workload import Dense, lay_out
 
-__all__ = ["SDPA", "make_peers", "to_tokens"]
-
 SDPA = ("sdpa, enable_gqa", "sdpa, K/V expanded", "sdpa, group packed")
 """The ways to call SDPA over contiguous K/V; a comparison uses the fastest."""
 

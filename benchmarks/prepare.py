@@ -29,8 +29,6 @@ from .machine import free_read_memory
 from .processes import tethered
 from .windows import WindowCase
 
-__all__ = ["Command", "default_jobs", "list_commands", "prepare", "prepare_here"]
-
 ROOT = Path(__file__).parent.parent
 Command = tuple[str, ...]
 """A module and its arguments."""

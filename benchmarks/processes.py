@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["run_ahead", "tethered"]
-
 _TASK_SECONDS = 150.0
 _PR_SET_PDEATHSIG = 1
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from pagetile import PagedBatch
 
-__all__ = ["Reader", "make_reader", "make_readers"]
-
 _WORDS = 8192  # 32-bit words of a tile's keys and values together
 
 

@@ -25,21 +25,6 @@ from .machine import BackgroundLoad, describe, is_clean
 from .processes import tethered
 from .workload_n import CASES as PARTS_OF_N
 
-__all__ = [
-    "RECORDS",
-    "Change",
-    "RecordSpec",
-    "find_changes",
-    "find_changes_in_prose",
-    "find_loaded",
-    "find_machine",
-    "find_made",
-    "is_of_another_device",
-    "plan",
-    "run_script",
-    "write_lines",
-]
-
 ROOT = Path(__file__).parent.parent
 MOST_LOAD = 0.1
 MOST_NOISE = 0.03

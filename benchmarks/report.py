@@ -16,22 +16,6 @@ from pagetile.analysis.timing import Times
 from .case import Case, Check, Measurement, Target
 from .machine import describe
 
-__all__ = [
-    "REPEATS",
-    "compare",
-    "days",
-    "is_of_another_machine",
-    "load",
-    "name_line",
-    "print_cases",
-    "print_checks",
-    "print_measurement",
-    "record",
-    "record_line",
-    "save",
-    "write",
-]
-
 REPEATS = ", each turn"
 """Ends the name of a list with all repeats of a metric, in a script's output."""
 

@@ -24,8 +24,6 @@ from .case import Check, Measurement, Target
 from .gate import check_rows, check_timed_call, chosen, expected_rows, judge_peers
 from .gpu_timing import time_in_turns
 
-__all__ = ["SharedPrefixCase", "SharedPrefixInputs"]
-
 _WORKSPACE = 256 << 20  # bytes, for each of FlashInfer's wrappers
 CASCADE = "flashinfer cascade"
 

@@ -30,9 +30,6 @@ from pagetile.models.forward_batch import ForwardBatch
 
 from .report import REPEATS
 
-__all__ = ["Run", "compare", "edit", "forced", "make_prompt", "run_once"]
-
-
 COPY = "the prompt again, one token in 25 replaced"
 REWRITE = "the prompt again, two tokens in five replaced"
 FREE = "what the model says"

@@ -36,8 +36,6 @@ from .sweep_inputs import SweepInputs, find_own_calls, find_peers, import_librar
 from .sweep_shapes import CLASSES, DrawnShape, SweepClass, SweepShape
 from .sweep_warming import COLD, Warmed, plan_tasks, warm_up
 
-__all__ = ["Finding", "find_classes", "measure", "print_summary", "summarise", "sweep", "warm"]
-
 CPU_SCALE = 1 / 64
 _ROUNDS = 7
 _CPU_ROUNDS = 28

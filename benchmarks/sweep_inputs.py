@@ -26,15 +26,6 @@ from .gpu_inputs import Shape
 from .libraries import COMPILED_WHEN_PLANNED, find_libraries
 from .sweep_shapes import SweepShape
 
-__all__ = [
-    "OwnCall",
-    "SweepInputs",
-    "find_own_calls",
-    "find_peers",
-    "import_libraries",
-    "plan_library",
-]
-
 _SCALE = 0.02
 
 

@@ -13,16 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "CLASSES",
-    "DrawnShape",
-    "SweepClass",
-    "SweepShape",
-    "draw_in_turns",
-    "draw_shapes",
-    "redraw_worst",
-]
-
 E4M3 = torch.float8_e4m3fn
 _BLOCK_SIZES = (16, 16, 32, 64, 128)
 

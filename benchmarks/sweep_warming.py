@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from .processes import run_ahead
 from .sweep_shapes import DrawnShape, SweepShape
 
-__all__ = ["COLD", "Task", "Warmed", "module_of", "plan_tasks", "warm_up"]
-
 _PAGES = 2
 _MEMORY = 1 / 12
 """GPU memory for one process."""

@@ -27,8 +27,6 @@ from pagetile.ops.window_attention import operator as window_operator
 from .case import Check, Measurement, Target
 from .gate import check_calls
 
-__all__ = ["SwinUnetrCase"]
-
 MONAI, PAGETILE = "MONAI", "pagetile"
 GRAPHED = ", graphed"  # suffix of a contestant's name
 WARMUP, REPEATS = 3, 12

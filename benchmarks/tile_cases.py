@@ -7,8 +7,6 @@ import torch
 from .case import Case, at_least, at_most
 from .tiles import ScoresCase, TiledCase
 
-__all__ = ["FORWARD_AIMS", "TILE_CASES"]
-
 CPU = (at_least("x best peer", 0.9), at_least("x best peer, backward", 1.0))
 
 

@@ -24,8 +24,6 @@ from .gate import check_kernel, chosen
 from .gpu_peers import compile_flex
 from .gpu_timing import time_in_turns
 
-__all__ = ["ScoresCase", "TiledCase"]
-
 _SCORES_AT_ONCE = 64  # batches whose scores are computed in float64 together
 CHUNK = 2048  # rows of float64 scores at a time
 PEER_ERROR = 2**-4  # of a peer, relative to the norm of the tensor

@@ -36,8 +36,6 @@ from .gpu_attention import GpuDecodeCase
 from .gpu_inputs import Inputs, check_against_float64
 from .gpu_timing import time_in_turns
 
-__all__ = ["find_kinds", "tune"]
-
 GAIN = 0.99
 """A candidate has to take less than this share of the present tiles' time, against chance."""
 

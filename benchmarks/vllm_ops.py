@@ -25,8 +25,6 @@ from .gpu_attention import READ, READ_BYTES
 from .gpu_timing import time_in_turns
 from .machine import read_all
 
-__all__ = ["VLLM_CASES", "VllmOpsCase"]
-
 PARTITION = 512
 E4M3 = torch.float8_e4m3fn
 _K_SCALE, _V_SCALE = 0.02, 0.015

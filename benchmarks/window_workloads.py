@@ -17,8 +17,6 @@ from .case import Check, Measurement, Target
 from .gpu_timing import time_in_turns
 from .windows import WindowCase, WindowInputs, compare, judge_by
 
-__all__ = ["WindowWorkloadsCase", "find_workloads"]
-
 _WORTH_IT = 10e-6
 _PICKED = 2  # windows from each end, and as many random ones between
 _ROUNDS = 5

@@ -28,8 +28,6 @@ from .case import COMPILED_ELSEWHERE, Check, Measurement, Target
 from .gate import PEER_ERROR, chosen
 from .gpu_timing import time_in_turns
 
-__all__ = ["Peer", "WindowCase", "WindowInputs", "compare"]
-
 _BACKENDS = {
     "sdpa, cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa, efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -11,8 +11,6 @@ from torch import Tensor
 from pagetile import PagedBatch
 from pagetile.testing import PagedCase, PagedInputs, make_inputs
 
-__all__ = ["Dense", "describe", "lay_out", "make_workload", "shorten"]
-
 
 def describe(case: PagedCase) -> str:
     """A problem in words.

@@ -42,21 +42,6 @@ from .generators import LLAMA, QWEN3
 from .gpu_timing import time_in_turns
 from .report import REPEATS
 
-__all__ = [
-    "CASES",
-    "VARIANTS",
-    "Arrival",
-    "Requests",
-    "draw_chats",
-    "draw_long",
-    "draw_n",
-    "generate",
-    "make_tokenizer",
-    "run_parts",
-    "serve",
-    "time_per_token",
-]
-
 Requests = list[tuple[list[int], int]]
 """Prompts as token ids, and the number of new tokens of each."""
 

@@ -16,18 +16,6 @@ from typing import Any
 
 import triton
 
-__all__ = [
-    "disassemble",
-    "dump",
-    "list_instructions",
-    "loops_that_multiply",
-    "loops_with",
-    "read_listing",
-    "resources",
-    "uninitialised_loads",
-    "uninitialised_reads",
-]
-
 Labels = dict[str, int]
 """The index of the instruction after each label."""
 
