@@ -21,7 +21,6 @@ from pagetile import BlockPool, KVCache, SamplingParams
 from pagetile.engine import Engine
 from pagetile.engine.cuda_graphs import padded_sizes
 from pagetile.models import load_model
-from pagetile.testing.models import tiny_model
 
 BLOCK_SIZE = 16
 NUM_STEPS, NUM_REPEATS = 160, 8
@@ -57,7 +56,13 @@ class StubGraphs:
 
 def make_engine(num_rows: int = 256, num_blocks: int = 25_000) -> Engine:
     """An engine on the CPU that launches decode steps as on a GPU, over a stub."""
-    model = load_model(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=4096))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=48, head_dim=16, intermediate_size=80, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = load_model(LlamaForCausalLM(config))
     engine = Engine(
         model,
         KVCache(model.layers, BlockPool(num_blocks, BLOCK_SIZE)),

@@ -1260,8 +1260,9 @@ def test_a_table_of_cases_that_were_not_run_is_refused():
 
 
 def test_workloads_of_chats_are_served_and_measured():
+    from tiny_models import tiny_model
+
     from pagetile import LLM
-    from pagetile.testing.models import tiny_model
 
     llm = LLM(tiny_model("llama"), max_model_len=120, num_blocks=200)
     sizes = {"per_second": 1000.0, "lens": (2, 6), "vocab_size": 96}
@@ -1284,8 +1285,9 @@ def test_workloads_of_chats_are_served_and_measured():
 def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys, monkeypatch):
     import weakref
 
+    from tiny_models import tiny_model
+
     from pagetile import LLM
-    from pagetile.testing.models import tiny_model
 
     loaded = []
 
@@ -1316,9 +1318,10 @@ def test_variants_of_n_print_their_share_and_hold_one_engine_at_a_time(capsys, m
 
 
 def test_samples_of_one_prompt_are_timed_with_and_without_sharing():
+    from tiny_models import tiny_model
+
     from pagetile import LLM
     from pagetile.engine.prefix_groups import PrefixGrouper
-    from pagetile.testing.models import tiny_model
 
     llm = LLM(tiny_model("llama"), max_model_len=64, num_blocks=64, max_num_seqs=4)
     grouper = llm.engine.scheduler.grouper = PrefixGrouper(16, 1)

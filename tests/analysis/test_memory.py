@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiny_models import FAMILIES, REFUSED, tiny_config, tiny_model
 
 from pagetile.analysis.checkpoint import ELEMENT_BYTES, layer_kinds, read_checkpoint, weight_bytes
 from pagetile.analysis.lengths import (
@@ -21,7 +22,6 @@ from pagetile.analysis.lengths import (
 from pagetile.analysis.memory import LayerKind, format_bytes, parse_bytes, plan_memory
 from pagetile.errors import OutOfBlocksError, RequestError, ShapeError, UnsupportedError
 from pagetile.models import load_model
-from pagetile.testing.models import FAMILIES, REFUSED, tiny_config, tiny_model
 
 GIB = 2**30
 LLAMA_8B = LayerKind("full attention", 32, 32, 8, 128, 128)

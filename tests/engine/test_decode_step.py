@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from pagetile import BlockPool, KVCache
 from pagetile.engine import LLM, Engine
@@ -16,7 +17,6 @@ from pagetile.engine.sampling_rows import SamplingInput
 from pagetile.models import load_model
 from pagetile.models.forward_batch import ForwardBatch
 from pagetile.ops.paged_attention import PagedBatch
-from pagetile.testing.models import tiny_model
 
 BLOCK_SIZE, WIDTH, NUM_ROWS, VOCAB_SIZE = 4, 9, 7, 5000
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import ADAPTED, FAMILIES, tiny_model
 
 from pagetile import LLM, SamplingParams
-from pagetile.testing.models import ADAPTED, FAMILIES, tiny_model
 
 NEW_TOKENS = 12
 

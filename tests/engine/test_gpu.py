@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from host_sampling import sample
+from tiny_models import tiny_model
 
 from pagetile import LLM, SamplingParams, demo
 from pagetile.device import DeviceInfo
@@ -22,7 +23,6 @@ from pagetile.engine.sampling_rows import SamplingInput
 from pagetile.ops.paged_attention import PagedBatch, shared_prefixes
 from pagetile.ops.paged_attention import triton as paged_attention_triton
 from pagetile.ops.paged_attention.hopper_decode import decode_kernel
-from pagetile.testing.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from test_one_step_ahead import GROWING, alone, finish, is_same, make_engine
+from tiny_models import tiny_model
 
 import pagetile
 from pagetile import LLM, SamplingParams
-from pagetile.testing.models import tiny_model
 
 FILES = tuple(str(Path(pagetile.__file__).parent / name) for name in ("engine", "kv_cache"))
 PROMPTS = ["abcdefgh", "abcdefgh, too", "xy", "what is longer than a step may be"]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import REFUSED, tiny_model
 from transformers import AutoModelForCausalLM
 
 from pagetile import (
@@ -37,7 +38,6 @@ from pagetile import (
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.outputs import CacheCounts, RequestOutput
 from pagetile.engine.warming import run_made_up
-from pagetile.testing.models import REFUSED, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]

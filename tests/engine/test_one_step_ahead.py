@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from pagetile import RequestError, SamplingParams
 from pagetile.engine import Engine, kernel_steps
@@ -26,7 +27,6 @@ from pagetile.engine.warming import run_made_up
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import load_model
-from pagetile.testing.models import tiny_model
 
 BLOCK_SIZE = 4
 MAX_LEN = 40

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import tiny_model
 
 from pagetile import LLM
 from pagetile.engine import Engine
 from pagetile.engine.runner import Runner
-from pagetile.testing.models import tiny_model
 
 ON_A_CPU = """
 from numba import njit
@@ -21,9 +21,8 @@ from numba.core import event
 
 with event.install_recorder("numba:compile") as recorder:
     from pagetile import LLM, SamplingParams
-    from pagetile.testing.models import tiny_model
 
-    llm = LLM(tiny_model("llama"), device="cpu", num_blocks=16)
+    llm = LLM(dtype="float32", device="cpu", num_blocks=16)
     prompts, params = [[5, 6, 7] * 6, [9]], SamplingParams(temperature=0, max_tokens=3)
     llm.generate(prompts, params, use_tqdm=False)
     num_compiled = len(recorder.buffer)

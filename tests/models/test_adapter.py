@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_models import ADAPTED, FAMILIES, UNUSUAL, tiny_model
 
 from pagetile import PagedBatch, ShapeError, UnsupportedError
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache
 from pagetile.models import ForwardBatch, PagedModel, load_model
 from pagetile.models import attention as attention_module
-from pagetile.testing.models import ADAPTED, FAMILIES, UNUSUAL, tiny_model
 
 LENGTHS = (5, 19, 31)  # the longer ones reach past every window, twice
 NOWHERE = 2147480000  # a block id past the end of a table row, which may be anything

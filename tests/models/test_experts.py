@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import EXPERTS, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagetile.models.attention import collect_configs, driven
 from pagetile.models.experts import find_experts
-from pagetile.testing.models import EXPERTS, tiny_model
 
 TOKENS = torch.arange(40)[None] * 31 % 90 + 3
 

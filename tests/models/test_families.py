@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from tiny_models import ADAPTED, EXPERTS, tiny_config, tiny_model
 
 from pagetile import LLM, RequestError, SamplingParams, UnsupportedError
 from pagetile.kv_cache import BlockPool
@@ -14,7 +15,6 @@ from pagetile.models import ForwardBatch, load_model
 from pagetile.models.attention import NAME, collect_configs, driven
 from pagetile.models.module_attention.bias import append_bias, fit_bias
 from pagetile.ops.paged_attention import PagedBatch
-from pagetile.testing.models import ADAPTED, EXPERTS, tiny_config, tiny_model
 from pagetile.tiles.eager import attend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

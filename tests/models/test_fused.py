@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from test_adapter import Packing, eager_logits, row_errors, sequences_of
+from tiny_models import tiny_model
 from torch import nn
 
 from pagetile.errors import UnsupportedError
 from pagetile.models import ForwardBatch, fused, load_model, paged_model
 from pagetile.models.fused import find_impl, find_replacements
 from pagetile.models.fusion import Fusion
-from pagetile.testing.models import tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_adapter import Packing, eager_logits, row_errors, sequences_of
+from tiny_models import tiny_model
 from torch import nn
 from torch.nn import functional
 
@@ -17,7 +18,6 @@ from pagetile.models.forward_batch import ForwardBatch
 from pagetile.models.fusion import layer as fused_layer
 from pagetile.models.fusion import trace
 from pagetile.ops.paged_attention import PagedBatch
-from pagetile.testing.models import tiny_model
 
 EPS = torch.finfo(torch.float32).eps
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "gpt_oss")

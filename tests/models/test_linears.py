@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import nn
 
 from pagetile import LLM, SamplingParams
 from pagetile.models import linears, load_model
 from pagetile.models.linears import find_linears, forward_of_few
-from pagetile.testing.models import tiny_model
 
 WIDE = {"hidden_size": 512, "intermediate_size": 768, "vocab_size": 1024}
 

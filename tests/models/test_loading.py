@@ -10,10 +10,10 @@ import sys
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from pagetile import RequestError
 from pagetile.models import load_model, load_tokenizer
-from pagetile.testing.models import tiny_model
 
 
 @pytest.fixture(scope="module")

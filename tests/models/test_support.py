@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from tiny_models import REFUSED, tiny_config, tiny_model
 
 from pagetile import LLM, RequestError, SamplingParams, UnsupportedError
 from pagetile.kv_cache.storage import LayerSpec
@@ -14,7 +15,6 @@ from pagetile.models import attention as attention_module
 from pagetile.models import load_model
 from pagetile.models.probe import AttentionCall, describe_layers
 from pagetile.models.support import check_config, find_limit
-from pagetile.testing.models import REFUSED, tiny_config, tiny_model
 
 
 def config_of(model_type: str, **options):

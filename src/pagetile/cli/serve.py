@@ -82,12 +82,7 @@ def serve(
         option(HTTP, "FILE", "A Jinja template to replace the checkpoint's; or chatml, plain."),
     ] = None,
     trust_request_chat_template: Annotated[
-        bool,
-        flag(
-            HTTP,
-            "--trust-request-chat-template",
-            "Accept chat templates in requests.",
-        ),
+        bool, flag(HTTP, "--trust-request-chat-template", "Accept chat templates in requests.")
     ] = False,
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3_json", "none"],
@@ -110,8 +105,7 @@ def serve(
     ] = False,
     quiet: Annotated[bool, flag(HTTP, "--quiet", "Log nothing.")] = False,
     demo_traffic: Annotated[
-        bool,
-        flag(HTTP, "--demo-traffic", "Send demo requests to itself, to watch on /pages."),
+        bool, flag(HTTP, "--demo-traffic", "Send demo requests to itself, to watch on /pages.")
     ] = False,
     dtype: Dtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",

@@ -44,10 +44,7 @@ def render(
 
 
 def render_text(
-    tokenizer: Any,
-    conversation: Conversation,
-    chat_template: str | None = None,
-    **options: Any,
+    tokenizer: Any, conversation: Conversation, chat_template: str | None = None, **options: Any
 ) -> str:
     """Return one conversation as text; encoded without special tokens it gives ``render``'s ids.
 

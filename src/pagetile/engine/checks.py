@@ -48,11 +48,7 @@ def number(
 
 
 def integer(
-    name: str,
-    value: object,
-    allowed: str,
-    least: int | None = None,
-    most: int | None = None,
+    name: str, value: object, allowed: str, least: int | None = None, most: int | None = None
 ) -> int:
     """Return ``value`` as an integer from ``least`` to ``most``, where these are given.
 

@@ -233,10 +233,7 @@ def _make_cache(
             f"{-(-max_model_len // block_size)} blocks, or a smaller max_model_len"
         )
     return KVCache(
-        model.layers,
-        BlockPool(num_blocks, block_size),
-        dtype=dtype,
-        device=model.device,
+        model.layers, BlockPool(num_blocks, block_size), dtype=dtype, device=model.device
     )
 
 

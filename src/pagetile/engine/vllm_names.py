@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = [
-    "ASYNC_LLM_NAMES",
-    "LLM_NAMES",
-    "LLM_OPTIONS",
-    "SAMPLING_OPTIONS",
-    "STRUCTURED_OPTIONS",
-]
+__all__ = ["ASYNC_LLM_NAMES", "LLM_NAMES", "LLM_OPTIONS", "SAMPLING_OPTIONS", "STRUCTURED_OPTIONS"]
 
 _ONE_DEVICE = "a model runs on one device, leave it out"
 _LOCAL = "nothing is downloaded, give a directory as model"

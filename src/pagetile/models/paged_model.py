@@ -159,10 +159,10 @@ def load_model(
         UnsupportedError: The logits differ or the model is not supported; the message says why.
 
     Example:
-        >>> from pagetile.testing.models import tiny_model
-        >>> model = load_model(tiny_model("mistral"))
+        >>> from pagetile.demo import path
+        >>> model = load_model(path())
         >>> model.layers[0]
-        LayerSpec(num_kv_heads=2, head_size=16, v_head_size=16, sliding_window=7)
+        LayerSpec(num_kv_heads=2, head_size=32, v_head_size=32, sliding_window=None)
     """
 
     def check(config: PreTrainedConfig, model_class: type | None = None) -> None:

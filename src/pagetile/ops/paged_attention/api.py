@@ -229,10 +229,7 @@ def _dispatch(form: CallForm, plan: Plan | None, impl: str) -> CachedCall:
 
 
 def _run_reference(
-    problem: Problem,
-    num_blocks: int,
-    run: Callable[[Arguments], AttentionOutput],
-    call: Arguments,
+    problem: Problem, num_blocks: int, run: Callable[[Arguments], AttentionOutput], call: Arguments
 ) -> AttentionOutput:
     """Check the values as other implementations do; it waits for a GPU anyway."""
     check_on_host(problem, call.batch, num_blocks, call.visible_blocks)
