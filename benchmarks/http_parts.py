@@ -21,6 +21,7 @@ from pagetile.engine.detokenizer import Detokenizer
 from pagetile.engine.engine_thread import Mailbox, News
 from pagetile.engine.outputs import Delta
 from pagetile.engine.request_stream import RequestStream
+from pagetile.engine.text_decoder import TextDecoder
 from pagetile.server.generation import TextEvents, server_sent_events, write_text
 from pagetile.server.streaming import WRITE, EventStream, Write, write_chunks
 
@@ -188,7 +189,7 @@ async def measure() -> dict[str, float]:
     """CPU microseconds a token of each part."""
     connections = _Connections()
     await connections.open()
-    detokenizer = Detokenizer(make_byte_tokenizer(1000), SamplingParams())
+    detokenizer = Detokenizer(TextDecoder(make_byte_tokenizer(1000)), SamplingParams())
     events, deltas = TextEvents(_event, 1), [Delta("0", 0, TEXT, 5, None)]
     try:
         return {

@@ -35,6 +35,7 @@ from .sampling_params import SamplingParams
 from .sampling_rows import SamplingInput
 from .scheduler import Scheduler
 from .structured_outputs import GrammarCompiler, fill_masks
+from .text_decoder import TextDecoder
 from .token_text import TokenText
 from .warming import run_made_up
 
@@ -82,6 +83,7 @@ class Engine:
     ) -> None:
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.max_model_len = max_model_len
+        self._decoder = None if tokenizer is None else TextDecoder(tokenizer, model.vocab_size)
         self.token_text = TokenText(tokenizer)
         self.decode_token = None if tokenizer is None else self.token_text.text
         self.grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
@@ -434,7 +436,7 @@ class Engine:
             token_ids=list(request.prompt_token_ids),
             table=BlockTable(self.pool),
             block_hashes=self._index.block_hashes(cache_salt=request.cache_salt),
-            detokenizer=Detokenizer(self.tokenizer, params),
+            detokenizer=Detokenizer(self._decoder, params),
             max_len=longest,
             end_token_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
         )

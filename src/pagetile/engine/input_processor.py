@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import RequestError
 from ..kv_cache.storage import KVCache
-from .detokenizer import Detokenizer
 from .sampling_params import SamplingParams
 from .structured_outputs import GrammarCompiler
 
@@ -47,12 +46,16 @@ class InputProcessor:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
         self._check_vocabulary("logit_bias", list(dict(params.logit_bias or ())))
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop={params.stop!r} but there is no tokenizer to make text with: give the "
+                "engine a tokenizer or use stop_token_ids"
+            )
         if params.bad_words and self.tokenizer is None:
             raise RequestError(
                 f"bad_words={params.bad_words!r} but the model directory has no tokenizer: use "
                 "logit_bias with -100"
             )
-        Detokenizer(self.tokenizer, params)  # refuses stop strings when there is no text
         if params.structured_outputs is not None:
             self.grammars.compile(params.structured_outputs)
         return token_ids

@@ -6,7 +6,7 @@ import re
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .detokenizer import byte_of_letter
+from .text_decoder import byte_of_letter
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
