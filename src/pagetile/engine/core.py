@@ -32,7 +32,6 @@ from .request import Request, Sequence, Status
 from .runner import LaunchedStep, Runner
 from .sampler import SampledToken
 from .sampling_params import SamplingParams
-from .sampling_rows import SamplingInput
 from .scheduler import Scheduler
 from .structured_outputs import GrammarCompiler, fill_masks
 from .text_decoder import TextDecoder
@@ -98,7 +97,6 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
-            sampling_input=self._sampling_input,
             enforce_eager=enforce_eager,
         )
         grouper, kernels = None, self._runner.kernels
@@ -188,6 +186,7 @@ class Engine:
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            bad_words=self.inputs.encode_bad_words(params),
             cache_salt=cache_salt,
             stream=stream,
             make_grammar=None if form is None else self.grammars.compile(form),
@@ -446,15 +445,3 @@ class Engine:
         elif self._num_speculative_tokens:  # not with a grammar: it cannot be rolled back
             sequence.proposer = NgramProposer(sequence.token_ids, self._num_speculative_tokens)
         return sequence
-
-    def _sampling_input(self, sequence: Sequence) -> SamplingInput:
-        request = sequence.request
-        return SamplingInput(
-            params=request.params,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids,
-            seed=request.seed,
-            index=sequence.index,
-            end_token_ids=tuple(sequence.end_token_ids) if request.params.min_tokens else (),
-            bad_words=self.inputs.encode_bad_words(request.params),
-        )

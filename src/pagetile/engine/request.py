@@ -33,6 +33,7 @@ from .logprobs import LogprobDicts, TokenLogprobs, TokenLogprobsList
 from .ngram import NgramProposer
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams
+from .sampling_rows import SamplingInput
 from .structured_outputs import Grammar
 
 _EPOCH = time.time() - time.perf_counter()
@@ -117,6 +118,19 @@ class Sequence:
         """Whether nothing more will be generated."""
         return self.status is Status.FINISHED
 
+    def sampling_input(self) -> SamplingInput:
+        """Return what the sampler needs to know when the sequence gets a row."""
+        request, params = self.request, self.request.params
+        return SamplingInput(
+            params,
+            request.prompt_token_ids,
+            self.output_token_ids,
+            request.seed,
+            self.index,
+            tuple(self.end_token_ids) if params.min_tokens else (),
+            request.bad_words,
+        )
+
     def output(self) -> CompletionOutput:
         """Return the sequence as users see it now."""
         logprobs, total = None, None
@@ -145,6 +159,8 @@ class Request:
     prompt_token_ids: SequenceOf[int]
     params: SamplingParams
     seed: int
+    bad_words: SequenceOf[SequenceOf[int]] = ()
+    """``params.bad_words`` as tokens."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     stream: bool = False

@@ -14,7 +14,6 @@ This file does it in torch code, on a GPU ``kernel_steps.py`` with kernels and C
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,7 @@ from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from ..transfer import pack, unpack
 from .kernel_steps import KernelSteps
 from .ngram import find_assumed
-from .request import Sequence as OneSequence
 from .sampler import SampledTokens, Sampler, StepResults, send_back
-from .sampling_rows import SamplingInput
 from .scheduler import SchedulerOutput
 
 
@@ -57,7 +54,6 @@ class Runner:
         max_num_seqs: Number of rows.
         max_num_batched_tokens: The most tokens of a step.
         max_model_len: The most tokens of a row.
-        sampling_input: Returns a sequence's sampling input, when its row is loaded.
         enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
 
     Attributes:
@@ -72,13 +68,11 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        sampling_input: Callable[[OneSequence], SamplingInput],
         enforce_eager: bool = False,
     ) -> None:
         self.model, self.cache, self.device = model, cache, model.device
         self.max_model_len = max_model_len
         self.sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
-        self._sampling_input = sampling_input
         width = -(-max_model_len // cache.block_size)
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=model.device)
         self._owners: list[Any] = [None] * max_num_seqs
@@ -203,7 +197,7 @@ class Runner:
         new = [*{id(s): s for s in both if owners[s.row] is not s.table}.values()]
         if not new:
             return
-        self.sampler.start([s.row for s in new], [self._sampling_input(s) for s in new])
+        self.sampler.start([s.row for s in new], [s.sampling_input() for s in new])
         for sequence in new:
             owners[sequence.row] = sequence.table
             self._num_sent[sequence.row] = 0
