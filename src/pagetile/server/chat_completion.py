@@ -274,12 +274,11 @@ def _check_tools(server: Server, body: ChatRequest) -> dict[str, Any]:
         return {}
     kind = choose_parser(server.config.tool_call_parser, server.template.source)
     if not server.template.knows("tools"):
-        raise field_error("tools", NO_TOOLS)
+        raise field_error(NO_TOOLS)
     if kind is None:
         raise field_error(
-            "tools",
             "tools: the format of this model's calls is unknown. Force a call with tool_choice "
-            "'required', or start the server with --tool-call-parser",
+            "'required', or start the server with --tool-call-parser"
         )
     tags = ("<tool_call>", "<|python_tag|>")
     special = getattr(server.tokenizer, "all_special_tokens", ())
@@ -290,9 +289,7 @@ def _template_options(server: Server, body: ChatRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         if not server.template.knows("reasoning_effort"):
-            raise field_error(
-                "reasoning_effort", "reasoning_effort: this model's chat template does not know it"
-            )
+            raise field_error("reasoning_effort: this model's chat template does not know it")
         options["reasoning_effort"] = body.reasoning_effort
     return options
 

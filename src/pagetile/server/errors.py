@@ -78,9 +78,9 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def field_error(param: str, message: str) -> ApiError:
-    """Return a 400 that names the wrong field."""
-    return ApiError(400, message, param=param)
+def field_error(message: str, param: str | None = None) -> ApiError:
+    """Return a 400 that names the wrong field: ``param``, or what the message begins with."""
+    return ApiError(400, message, param=param or re.split(r"[^\w.]", message, maxsplit=1)[0])
 
 
 def to_api_error(error: Exception) -> ApiError:

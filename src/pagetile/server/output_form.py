@@ -25,7 +25,7 @@ def output_form(body: ChatRequest | CompletionRequest) -> StructuredOutputsParam
         return None
     if asked is not None and not is_free:
         raise field_error(
-            "structured_outputs", "give response_format or structured_outputs, not both"
+            "give response_format or structured_outputs, not both", "structured_outputs"
         )
     if isinstance(format_, JsonSchemaFormat):
         return _form("response_format", json=format_.json_schema.schema_)
@@ -103,4 +103,4 @@ def _form(param: str, **fields: Any) -> StructuredOutputsParams:
     try:
         return StructuredOutputsParams(**fields)
     except (RequestError, RecursionError) as error:
-        raise field_error(param, str(error)) from None
+        raise field_error(str(error), param) from None

@@ -75,9 +75,8 @@ class Server:
         """
         if num_chars > self._max_chars:
             raise field_error(
-                param,
                 f"{param} has {num_chars} characters, which cannot fit into max_model_len="
-                f"{self.max_model_len} tokens",
+                f"{self.max_model_len} tokens"
             )
 
     async def submit(
@@ -136,13 +135,13 @@ class Server:
             await asyncio.wait_for(compiling, seconds)
         except asyncio.TimeoutError:
             raise field_error(
-                field,
                 f"the form of the output was not compiled within grammar_seconds={seconds:g}: "
                 "send a smaller schema, regular expression or grammar",
+                field,
             ) from None
         except RequestError as error:
             reason = str(error).removeprefix("structured_outputs ")
-            raise field_error(field, f"{field} {reason}") from None
+            raise field_error(f"{field} {reason}") from None
 
     async def _log_prompt(self, request: Request, prompt: str | list[int]) -> None:
         """Add a prompt to the request's log line: its text, or token ids without a tokenizer."""

@@ -93,25 +93,24 @@ class ChatTemplate:
         ]
         if chat_template is not None and not self._config.trust_request_chat_template:
             raise field_error(
-                "chat_template",
                 "chat_template: this server uses its own; it was not started with "
-                "--trust-request-chat-template",
+                "--trust-request-chat-template"
             )
         for name in options or ():
             if name in _RESERVED:
                 raise field_error(
-                    f"chat_template_kwargs.{name}",
                     f"chat_template_kwargs.{name} is not for a request to set",
+                    f"chat_template_kwargs.{name}",
                 )
         if self._tokenizer is not None and (chat_template or self.source) is None:
             raise field_error(
-                "messages",
                 "this model has no chat template: it was not trained on conversations. Use "
                 "/v1/completions, or start the server with --chat-template",
+                "messages",
             )
 
         if functions and "tools" not in (chat_template or self.source or "tools"):
-            raise field_error("tools", NO_TOOLS)
+            raise field_error(NO_TOOLS)
 
         def work() -> str:
             template = chat_template or self._config.chat_template
@@ -129,7 +128,7 @@ class ChatTemplate:
             text = await self._within(work, self._config.limits.template_seconds)
         except RequestError as error:
             reason = str(error).removeprefix("conversation 0: ")
-            raise field_error("messages", reason) from error
+            raise field_error(reason, "messages") from error
         self._check_length(len(text), "messages")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
@@ -146,7 +145,7 @@ class ChatTemplate:
             return await future  # type: ignore[no-any-return]
         except _TookTooLong:
             raise field_error(
-                "messages", f"the chat template took longer than {seconds:g} s for these messages"
+                f"the chat template took longer than {seconds:g} s for these messages", "messages"
             ) from None
         finally:
             timer.cancel()
@@ -157,7 +156,7 @@ def _as_given(message: Message, param: str) -> dict[str, Any]:
     try:
         return as_template_message(message.model_dump(exclude_none=True), param)
     except RequestError as error:
-        raise field_error(param, str(error)) from None
+        raise field_error(str(error), param) from None
 
 
 class _Interruptible:

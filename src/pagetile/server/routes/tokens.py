@@ -24,7 +24,7 @@ async def tokenize(
     server.check_model(body.model)
     _need_tokenizer(server)
     if (body.prompt is None) == (body.messages is None):
-        raise field_error("prompt", "give either prompt or messages")
+        raise field_error("give either prompt or messages", "prompt")
     if body.messages is not None:
         token_ids = await server.template.render(
             body.messages,
@@ -36,7 +36,7 @@ async def tokenize(
     else:
         if body.tools is not None or body.chat_template_kwargs is not None:
             name = "tools" if body.tools is not None else "chat_template_kwargs"
-            raise field_error(name, f"{name} needs messages")
+            raise field_error(f"{name} needs messages")
         text = body.prompt or ""
         server.check_length(len(text), "prompt")
         token_ids = await server.llm.run_in_worker(
@@ -70,7 +70,7 @@ async def detokenize(
     try:
         return {"prompt": await server.llm.run_in_worker(decode)}
     except RequestError as error:
-        raise field_error("tokens", str(error).replace("prompt", "list", 1)) from None
+        raise field_error(str(error).replace("prompt", "list", 1), "tokens") from None
 
 
 @router.get("/tokenizer_info", **described())

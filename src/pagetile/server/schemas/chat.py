@@ -156,29 +156,22 @@ class ChatRequest(GenerationFields):
         super().check(limits)
         at_most("messages", len(self.messages), limits.num_messages)
         if self.top_logprobs is not None and not self.logprobs:
-            raise field_error("top_logprobs", "top_logprobs needs logprobs=true")
+            raise field_error("top_logprobs needs logprobs=true")
         at_most("top_logprobs", self.top_logprobs or 0, limits.num_logprobs)
         if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
             raise field_error(
-                "max_tokens",
                 f"max_tokens={self.max_tokens} and max_completion_tokens="
-                f"{self.max_completion_tokens}: give one of them",
+                f"{self.max_completion_tokens}: give one of them"
             )
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise field_error(
-                "continue_final_message",
-                "continue_final_message needs a last message of the assistant's",
-            )
+            raise field_error("continue_final_message needs a last message of the assistant's")
         is_asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if self.continue_final_message and is_asked:
-            raise field_error(
-                "continue_final_message",
-                "continue_final_message and add_generation_prompt exclude each other",
-            )
+            raise field_error("continue_final_message and add_generation_prompt exclude each other")
         if self.store:
-            raise field_error("store", "store=true: this server keeps no answers")
+            raise field_error("store=true: this server keeps no answers")
         if self.echo and not self.continue_final_message:
-            raise field_error("echo", "echo needs continue_final_message=true")
+            raise field_error("echo needs continue_final_message=true")
         self._check_tools(limits)
 
     def _check_tools(self, limits: Limits) -> None:
@@ -186,30 +179,27 @@ class ChatRequest(GenerationFields):
         at_most("tools", len(tools), limits.num_tools)
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
-            raise field_error("tools", "tools: two functions have the same name")
+            raise field_error("tools: two functions have the same name")
         if choice not in (None, "none") and not tools:
-            raise field_error("tool_choice", "tool_choice needs tools")
+            raise field_error("tool_choice needs tools")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise field_error(
-                "tool_choice",
-                f"tool_choice names {choice.function.name!r}, which is not among the tools",
+                f"tool_choice names {choice.function.name!r}, which is not among the tools"
             )
         if self.parallel_tool_calls is not None and not tools:
-            raise field_error("parallel_tool_calls", "parallel_tool_calls needs tools")
+            raise field_error("parallel_tool_calls needs tools")
         is_forced = choice == "required" or isinstance(choice, NamedTool)
         for number, tool in enumerate(tools):
             if tool.function.strict and not is_forced and choice != "none":
                 raise field_error(
-                    f"tools.{number}.function.strict",
                     f"tools.{number}.function.strict: calls follow their schema for certain only "
-                    "with tool_choice 'required' or a named tool",
+                    "with tool_choice 'required' or a named tool"
                 )
         is_free = self.response_format is None or self.response_format.type == "text"
         if is_forced and not (is_free and self.structured_outputs is None):
             raise field_error(
-                "tool_choice",
                 "tool_choice demands a call, and response_format or structured_outputs another "
-                "form: give one of them",
+                "form: give one of them"
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -104,20 +103,16 @@ class GenerationFields(Body):
         at_most("logit_bias", len(self.logit_bias or ()), limits.num_logit_biases, "entries")
         at_most("prompt_logprobs", self.prompt_logprobs or 0, limits.num_logprobs)
         if self.priority != 0:
-            raise field_error("priority", "priority: only 0 is served, in order of arrival")
+            raise field_error("priority: only 0 is served, in order of arrival")
         if not self.spaces_between_special_tokens:
-            raise field_error(
-                "spaces_between_special_tokens",
-                "spaces_between_special_tokens: only true is supported",
-            )
+            raise field_error("spaces_between_special_tokens: only true is supported")
         if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "stream_options needs stream=true")
+            raise field_error("stream_options needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
-            raise field_error("prompt_logprobs", "prompt_logprobs cannot be streamed")
+            raise field_error("prompt_logprobs cannot be streamed")
         if self.truncate_prompt_tokens == 0:
             raise field_error(
-                "truncate_prompt_tokens",
-                "truncate_prompt_tokens=0 would leave no prompt: expected at least 1, or -1",
+                "truncate_prompt_tokens=0 would leave no prompt: expected at least 1, or -1"
             )
 
     @property
@@ -154,8 +149,7 @@ class GenerationFields(Body):
         try:
             return SamplingParams(**values)
         except RequestError as error:
-            name = re.split(r"\W", str(error), maxsplit=1)[0]  # messages begin with the field
-            raise field_error(name, str(error)) from None
+            raise field_error(str(error)) from None  # messages begin with the field
 
 
 _PASSED = {
@@ -169,12 +163,10 @@ def _token_ids(biases: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in biases.items()}
     except ValueError:
-        raise field_error(
-            "logit_bias", "logit_bias: its keys are token ids, whole numbers as text"
-        ) from None
+        raise field_error("logit_bias: its keys are token ids, whole numbers as text") from None
 
 
 def at_most(name: str, count: int, most: int, what: str = "") -> None:
     """Refuse more than the limit of a field."""
     if count > most:
-        raise field_error(name, f"{name}: {count} {what}".rstrip() + f", at most {most}")
+        raise field_error(f"{name}: {count} {what}".rstrip() + f", at most {most}")

@@ -30,13 +30,12 @@ class CompletionRequest(GenerationFields):
         super().check(limits)
         at_most("logprobs", self.logprobs or 0, limits.num_logprobs)
         if self.max_tokens == 0 and not self.echo:
-            raise field_error("max_tokens", "max_tokens=0 needs echo=true")
+            raise field_error("max_tokens=0 needs echo=true")
         if self.max_tokens == 0 and self.stream:
-            raise field_error("stream", "max_tokens=0 cannot be streamed")
+            raise field_error("max_tokens=0 cannot be streamed", "stream")
         if not self.add_special_tokens:
             raise field_error(
-                "add_special_tokens",
-                "add_special_tokens: only true is supported; give token ids to choose them all",
+                "add_special_tokens: only true is supported; give token ids to choose them all"
             )
 
     def prompts(self, limits: Limits) -> list[str | list[int]]:
@@ -45,7 +44,7 @@ class CompletionRequest(GenerationFields):
         if isinstance(given, str):
             return [given]
         if not given:
-            raise field_error("prompt", "prompt is an empty list: give at least one")
+            raise field_error("prompt is an empty list: give at least one")
         if isinstance(given[0], int):
             return [given]
         at_most("prompt", len(given), limits.num_prompts, "prompts")

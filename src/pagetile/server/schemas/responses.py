@@ -143,21 +143,17 @@ class ResponsesRequest(Body):
         """
         if self.store:
             raise field_error(
-                "store",
-                "store=true: this server keeps no responses; send store=false or leave it out",
+                "store=true: this server keeps no responses; send store=false or leave it out"
             )
         if self.previous_response_id is not None:
             raise field_error(
-                "previous_response_id",
                 "previous_response_id: this server keeps no responses; send the whole "
-                "conversation as input",
+                "conversation as input"
             )
         if not self.input:
-            raise field_error("input", "input is empty: give text or at least one message")
+            raise field_error("input is empty: give text or at least one message")
         if self.top_logprobs is not None and not self.asks_for_logprobs:
-            raise field_error(
-                "top_logprobs", "top_logprobs needs include=['message.output_text.logprobs']"
-            )
+            raise field_error("top_logprobs needs include=['message.output_text.logprobs']")
 
     @property
     def asks_for_logprobs(self) -> bool:
