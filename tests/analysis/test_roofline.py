@@ -8,7 +8,6 @@ import torch
 
 from pagetile.analysis import measure
 from pagetile.analysis.attention_io import AttentionShape
-from pagetile.analysis.decode_io import DecodeShape, compulsory, seconds_at
 from pagetile.analysis.roofline import (
     Machine,
     Work,
@@ -18,7 +17,7 @@ from pagetile.analysis.roofline import (
     window_work,
 )
 from pagetile.analysis.window_io import WindowShape
-from pagetile.errors import RequestError, ShapeError
+from pagetile.errors import RequestError
 
 # The survey's H200: its own measured bandwidth and product rate, exponentials by arithmetic.
 SURVEY = Machine("h", "", 4.3e12, {"bfloat16": 790e12}, 132 * 16 * 1.83e9, "")
@@ -102,44 +101,3 @@ def test_the_present_machine_is_measured():
 def test_the_exponentials_of_a_gpu_are_the_tables(name, known):
     expected = machine(known).exps_per_second if known else float("inf")
     assert measure._known_exps(name) == expected
-
-
-# --- decode ---------------------------------------------------------------------------------
-
-
-def count(shape: DecodeShape) -> int:
-    """Bytes of one step, token by token."""
-    total = 0
-    for length in shape.seq_lens:
-        seen = [t for t in range(length) if t > length - 1 - (shape.sliding_window or length)]
-        per_token = shape.num_kv_heads * (shape.head_size + shape.v_head_size) * shape.cache_bytes
-        total += len(seen) * per_token + 4 * len({t // shape.block_size for t in seen})
-        sizes = shape.head_size + shape.v_head_size
-        total += shape.num_heads * (sizes * shape.element_bytes + 4)
-    return total
-
-
-@pytest.mark.parametrize("sliding_window", [None, 1, 17, 1000])
-@pytest.mark.parametrize("block_size", [1, 16, 50])
-def test_decode_against_a_loop(block_size, sliding_window):
-    shape = DecodeShape((0, 1, 16, 17, 300), 4, 2, 8, 4, block_size, sliding_window, cache_bytes=1)
-    assert compulsory(shape).bytes == count(shape)
-
-
-def test_decode_floors_of_the_h200():
-    shape = DecodeShape((4096,) * 64, 32, 8, 128)
-    assert shape.kv_bytes == 64 * 4096 * 8 * 256 * 2
-    assert seconds_at(shape, 4.42e12) * 1e6 == pytest.approx(243.4, abs=0.5)
-
-
-def test_heads_of_a_group_computed_apart_ask_for_the_same_keys_again():
-    shape = DecodeShape((100,), 8, 2, 16)
-    apart = compulsory(shape, packs_groups=False).bytes - compulsory(shape).bytes
-    assert apart == (8 // 2 - 1) * shape.kv_bytes
-
-
-def test_bad_decode_shapes_are_refused():
-    with pytest.raises(ShapeError, match="num_heads=3 is not a multiple"):
-        DecodeShape((1,), 3, 2, 8)
-    with pytest.raises(ShapeError, match="seq_lens start at -1"):
-        DecodeShape((-1,), 2, 2, 8)

@@ -5,8 +5,7 @@ Three numbers, and what each of them is:
 - **compulsory**: every tensor once. No kernel moves less between memory and chip.
 - **tiled**: what the tiles of a walk load and store. A cache may answer repeated reads, so this is
   the multiprocessors' traffic; memory sees something between this and the first.
-- **standard**: three kernels with the scores in memory between them, and a pass over the scores for
-  everything else that is done to them on the way.
+- **standard**: three kernels with the scores in memory between them.
 
 With ``N`` keys and queries, ``d`` the head size, ``B`` the rows of the outer tile, in elements and
 without the log-sum-exp::
@@ -23,7 +22,6 @@ quadratic part of standard attention by ``2 B / d`` (Dao et al. 2022, theorem 2,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,16 +135,10 @@ def tiled(
     )
 
 
-def standard(
-    shape: AttentionShape, *, extra_passes: Sequence[str] = (), score_bytes: int | None = None
-) -> Traffic:
+def standard(shape: AttentionShape) -> Traffic:
     """Three kernels, the scores of all pairs in memory between them.
 
-    Args:
-        shape: The problem; causality and windows save nothing here.
-        extra_passes: Everything that reads and writes all scores once more: ``"scale"``,
-            ``"bias"``, ``"mask"``, ``"dropout"``, ``"cast"``.
-        score_bytes: Of a score in memory; the element type's if not given.
+    Causality and windows save nothing here.
 
     Example:
         >>> standard(AttentionShape(1024, 64)).elements
@@ -155,17 +147,14 @@ def standard(
     heads, size = shape.batch * shape.num_heads, shape.element_bytes
     rows, keys = heads * shape.query_len, heads * shape.key_len
     scores = rows * shape.key_len
-    wide = score_bytes or size
-    passes: list[Stream] = []
-    for name in (*extra_passes, "softmax"):
-        passes += [Stream(name, scores, wide), Stream(name, scores, wide, is_write=True)]
     return Traffic(
         (
             Stream("q", rows * shape.head_size, size),
             Stream("k", keys * shape.head_size, size),
-            Stream("scores", scores, wide, is_write=True),
-            *passes,
-            Stream("weights", scores, wide),
+            Stream("scores", scores, size, is_write=True),
+            Stream("softmax", scores, size),
+            Stream("softmax", scores, size, is_write=True),
+            Stream("weights", scores, size),
             Stream("v", keys * shape.v_head_size, size),
             Stream("out", rows * shape.v_head_size, size, is_write=True),
         )

@@ -32,6 +32,7 @@ from ..errors import GenerationError
 from ..transfer import pack, send, send_integers, unpack
 from .checks import explain_no_token
 from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
+from .sampling_params import SamplingParams
 from .sampling_rows import (
     BY_TORCH,
     NUM_FLOATS,
@@ -129,7 +130,7 @@ class Sampler:
         self._tables = RowTables(num_rows, vocab_size, device)
         self.addresses = self._tables.addresses
         self.features = np.zeros(num_rows, np.int32)
-        self._inputs: dict[int, SamplingInput] = {}
+        self._params: dict[int, SamplingParams] = {}
         self._masks = StepMasks(vocab_size, device)
         self.compiles_masks = False
         self._kernels: Any = None
@@ -145,7 +146,7 @@ class Sampler:
         floats = np.zeros((len(rows), NUM_FLOATS), np.float64)
         for at, (row, input_) in enumerate(zip(rows, inputs, strict=True)):
             self.features[row] = features[at]
-            self._inputs[row] = input_
+            self._params[row] = input_.params
             ints[at], floats[at] = encode_row(input_, features[at], self.vocab_size)
             if features[at] & Feature.WORDS:
                 self._masks.start(row, input_)
@@ -220,7 +221,7 @@ class Sampler:
         asked = Feature.LOGPROBS if logprobs is None else Feature.MANY_LOGPROBS
         at = np.flatnonzero(features & asked).tolist()
         if at:
-            num_top = max(self._inputs[host_rows[i]].params.logprobs or 0 for i in at)
+            num_top = max(self._params[host_rows[i]].logprobs or 0 for i in at)
             logprobs = add_logprobs(logprobs, logits, tokens, at, num_top)
         return tokens, best, logprobs
 
@@ -243,15 +244,14 @@ class Sampler:
             most = min(self.vocab_size, logprobs.shape[1] // 2 - 1)
             asked = [
                 None if n is None else min(n, most)
-                for n in (self._inputs[row].params.logprobs for row in host_rows)
+                for n in (self._params[row].logprobs for row in host_rows)
             ]
             reports = read_logprobs(logprobs, ids, asked)
             others = {i: SampledToken(r.token_id, r) for i, r in enumerate(reports) if r}
         if not np.isfinite(best).all():
             for i, top in enumerate(best.tolist()):
                 if not math.isfinite(top):
-                    params = self._inputs[host_rows[i]].params
-                    message, error_type = explain_no_token(params, top)
+                    message, error_type = explain_no_token(self._params[host_rows[i]], top)
                     others[i] = SampledToken(0, error=message, error_type=error_type)
         return SampledTokens(ids, others)
 

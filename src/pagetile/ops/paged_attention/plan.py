@@ -20,7 +20,7 @@ from ...device import DeviceInfo
 from ...shapes import dtype_name, power_of_2
 from ...tiles.cpu.plan import Plan as CpuPlan
 from ...tiles.cpu.plan import make_plan as make_cpu_plan
-from ...tiles.forward_tiles import choose_forward_tiles
+from ...tiles.forward_tiles import ForwardTiles, choose_forward_tiles
 from ...tiles.hopper.dividing import divides_keys
 from ...tiles.hopper.tiling import PACKED_FORMATS, TILINGS, refuse_cap, tiling_of
 from .problem import Problem
@@ -369,14 +369,18 @@ def make_hopper_prefill_plan(
 def _make_triton_prefill_plan(
     problem: Problem, device: DeviceInfo, batch_invariant: bool
 ) -> GpuPlan:
-    tiles = choose_forward_tiles(
+    tiles = _choose_forward_tiles(problem, device)
+    split_size = GPU_SPLIT_SIZE if batch_invariant else 0  # for short sequences
+    return GpuPlan("prefill", *tiles, num_programs=0, split_size=split_size)
+
+
+def _choose_forward_tiles(problem: Problem, device: DeviceInfo) -> ForwardTiles:
+    return choose_forward_tiles(
         problem.width,
         is_float32=_multiplies_float32(problem),
         is_8_bit=problem.kv_dtype.itemsize == 1,
         is_small=device.is_small,
     )
-    split_size = GPU_SPLIT_SIZE if batch_invariant else 0  # for short sequences
-    return GpuPlan("prefill", *tiles, num_programs=0, split_size=split_size)
 
 
 def make_prefix_plan(problem: Problem, device: DeviceInfo, num_rows: int) -> GpuPlan:
@@ -389,12 +393,7 @@ def make_prefix_plan(problem: Problem, device: DeviceInfo, num_rows: int) -> Gpu
         device: A GPU, or a CPU that interprets.
         num_rows: At least the most rows (new tokens × group) of sequences that share a prefix.
     """
-    tiles = choose_forward_tiles(
-        problem.width,
-        is_float32=_multiplies_float32(problem),
-        is_8_bit=problem.kv_dtype.itemsize == 1,
-        is_small=device.is_small,
-    )
+    tiles = _choose_forward_tiles(problem, device)
     most = min(tiles.tile_m, PREFIX_ROWS)
     tile_m = min(most, max(16, power_of_2(num_rows)))
     tile_n, num_stages = tiles.tile_n, tiles.num_stages
