@@ -18,7 +18,7 @@ from pagetile.cli import main
 from pagetile.cli.app import app
 from pagetile.cli.prompts import BUILT_IN
 from pagetile.demo import path as demo_path
-from pagetile.engine.sampler import SampledToken, SampledTokens
+from pagetile.engine.step import SampledToken, SampledTokens
 
 SMALL = ["--num-blocks", "64", "--max-num-seqs", "8"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", *SMALL]

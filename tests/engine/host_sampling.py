@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagetile.engine.sampler import SampledToken, SampledTokens, Sampler
+from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_rows import SamplingInput
+from pagetile.engine.step import SampledToken, SampledTokens
 from pagetile.errors import ShapeError
 from pagetile.shapes import bind, check_dtype
 from pagetile.transfer import send

@@ -18,10 +18,11 @@ from pagetile.engine.logprobs import (
     compute_logprobs,
     read_logprobs,
 )
-from pagetile.engine.sampler import SampledToken, Sampler
+from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_params import SamplingParams
 from pagetile.engine.sampling_rows import Feature, SamplingInput
 from pagetile.engine.sampling_tables import pack_bits
+from pagetile.engine.step import SampledToken
 from pagetile.errors import DTypeError, GenerationError, NoTokenLeftError, ShapeError
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -29,10 +29,10 @@ from .outputs import CacheCounts, Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
 from .request import Request, Sequence, Status
-from .runner import LaunchedStep, Runner
-from .sampler import SampledToken
+from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .step import LaunchedStep, SampledToken
 from .structured_outputs import GrammarCompiler, fill_masks
 from .text_decoder import TextDecoder
 from .token_text import TokenText

@@ -24,8 +24,8 @@ from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from .cuda_graphs import StepGraphs, padded_sizes, prompt_sizes
-from .sampler import Sampler, StepResults, send_back
-from .scheduler import SchedulerOutput
+from .sampler import Sampler, send_back
+from .step import SchedulerOutput, StepResults
 from .step_memory import DecodeForm, StepMemory
 
 _NUM_MEMORIES = 4

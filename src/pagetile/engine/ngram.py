@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .outputs import CacheCounts
-    from .scheduler import SchedulerOutput
+    from .step import SchedulerOutput
 
 MAX_N = 4
 """Longest n-gram that is compared; of equally long matches the latest is taken."""

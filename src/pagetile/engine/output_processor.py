@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from .outputs import Delta
 from .request import Sequence
-from .sampler import SampledToken
+from .step import SampledToken
 
 
 def append_plain(

@@ -14,7 +14,6 @@ This file does it in torch code, on a GPU ``kernel_steps.py`` with kernels and C
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,21 +27,8 @@ from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from ..transfer import pack, unpack
 from .kernel_steps import KernelSteps
 from .ngram import find_assumed
-from .sampler import SampledTokens, Sampler, StepResults, send_back
-from .scheduler import SchedulerOutput
-
-
-@dataclass(frozen=True, eq=False)
-class LaunchedStep:
-    """A step that was launched; the device may have computed it already."""
-
-    step: SchedulerOutput
-    rows: list[int]
-    """Of the sequences that get a token."""
-    results: StepResults | None
-    """Of these rows, then perhaps of rows without a sequence; ``None`` if there are none."""
-    event: torch.cuda.Event | None
-    started: float
+from .sampler import Sampler, send_back
+from .step import LaunchedStep, SampledTokens, SchedulerOutput, StepResults
 
 
 class Runner:

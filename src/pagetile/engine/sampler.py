@@ -28,10 +28,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import GenerationError
 from ..transfer import pack, send, send_integers, unpack
 from .checks import explain_no_token
-from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
+from .logprobs import add_logprobs, read_logprobs
 from .sampling_params import SamplingParams
 from .sampling_rows import (
     BY_TORCH,
@@ -43,39 +42,12 @@ from .sampling_rows import (
     find_features,
 )
 from .sampling_tables import RowTables, TokenTables
+from .step import SampledToken, SampledTokens, StepResults
 from .step_masks import StepMasks
 from .torch_draw import draw_tokens
 from .torch_shape import shape_logits
 
 _SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
-
-
-class SampledToken(NamedTuple):
-    """The next token of one row.
-
-    Log-probabilities are the model's: before penalties, temperature and cuts.
-    """
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None  # if params.logprobs is not None
-    error: str | None = None  # why the row has no token; token_id is 0 then
-    error_type: type[GenerationError] = GenerationError  # of that error, raised or not
-
-
-class SampledTokens(NamedTuple):
-    """The next tokens of a step's rows."""
-
-    token_ids: list[int]
-    others: dict[int, SampledToken]
-    """For rows with log-probabilities or an error."""
-
-
-class StepResults(NamedTuple):
-    """Results of ``Sampler.sample`` in host memory, valid once the step is computed."""
-
-    tokens: npt.NDArray[Any]
-    best: npt.NDArray[Any]
-    logprobs: Tensor | None
 
 
 class DrawState(NamedTuple):

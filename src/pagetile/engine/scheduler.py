@@ -27,42 +27,14 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 
 from ..kv_cache import BlockPool, BlockTable, PrefixIndex
 from .chunks import ChunkSizer
 from .ngram import NgramProposer
 from .outputs import CacheCounts
-from .prefix_groups import PrefixGrouper, PrefixGroups
+from .prefix_groups import PrefixGrouper
 from .request import Sequence, Status
-
-
-@dataclass
-class SchedulerOutput:
-    """The sequences and tokens of the next forward pass."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    """New tokens of each sequence."""
-    ends: list[int] = field(default_factory=list)
-    """Tokens of each sequence that are computed after the step."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks to copy before anything is written."""
-    sampled: list[Sequence] = field(default_factory=list)
-    """The sequences that get a token, forks included."""
-    logits_rows: list[int] = field(default_factory=list)
-    """For each of ``sampled``, the position in ``sequences`` of the one whose logits it uses."""
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    """Drafted tokens computed after a sequence's last one, by its position in ``sequences``. The
-    sequence is in ``sampled`` once more for each, in their order."""
-    is_decode: bool = True
-    """Whether every sequence computes one token, known to the device, and samples the next."""
-    prefix_groups: PrefixGroups | None = None
-    """Groups of a decode step's sequences that share first blocks; ``None`` if reading these once
-    would not save time."""
-    grown: list[Sequence] = field(default_factory=list)
-    """The sequences whose last block may have changed since the step before."""
-    number: int = 0
+from .step import SchedulerOutput
 
 
 class Scheduler:

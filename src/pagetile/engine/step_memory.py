@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .request import Sequence
-from .sampler import StepResults
-from .scheduler import SchedulerOutput
+from .step import SchedulerOutput, StepResults
 
 
 class StepMemory:

@@ -1,0 +1,97 @@
+"""Records of a step, from the choice of its tokens to those that it samples.
+
+::
+
+    Scheduler ─► SchedulerOutput ─► Runner ─► LaunchedStep ─► SampledTokens ─► sequences
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import GenerationError
+from .logprobs import TokenLogprobs
+from .request import Sequence
+
+
+class PrefixGroups(NamedTuple):
+    """Groups of neighbouring sequences of a step, ``MAX_GROUPS`` in all; some may be empty."""
+
+    cu_group_seqs: list[int]
+    """Where each group's sequences start, and the end of the last."""
+    prefix_lens: list[int]
+    """Tokens that a group shares, whole blocks."""
+
+
+@dataclass
+class SchedulerOutput:
+    """The sequences and tokens of the next forward pass."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    """New tokens of each sequence."""
+    ends: list[int] = field(default_factory=list)
+    """Tokens of each sequence that are computed after the step."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks to copy before anything is written."""
+    sampled: list[Sequence] = field(default_factory=list)
+    """The sequences that get a token, forks included."""
+    logits_rows: list[int] = field(default_factory=list)
+    """For each of ``sampled``, the position in ``sequences`` of the one whose logits it uses."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Drafted tokens computed after a sequence's last one, by its position in ``sequences``. The
+    sequence is in ``sampled`` once more for each, in their order."""
+    is_decode: bool = True
+    """Whether every sequence computes one token, known to the device, and samples the next."""
+    prefix_groups: PrefixGroups | None = None
+    """Groups of a decode step's sequences that share first blocks; ``None`` if reading these once
+    would not save time."""
+    grown: list[Sequence] = field(default_factory=list)
+    """The sequences whose last block may have changed since the step before."""
+    number: int = 0
+
+
+class StepResults(NamedTuple):
+    """Results of ``Sampler.sample`` in host memory, valid once the step is computed."""
+
+    tokens: npt.NDArray[Any]
+    best: npt.NDArray[Any]
+    logprobs: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step that was launched; the device may have computed it already."""
+
+    step: SchedulerOutput
+    rows: list[int]
+    """Of the sequences that get a token."""
+    results: StepResults | None
+    """Of these rows, then perhaps of rows without a sequence; ``None`` if there are none."""
+    event: torch.cuda.Event | None
+    started: float
+
+
+class SampledToken(NamedTuple):
+    """The next token of one row.
+
+    Log-probabilities are the model's: before penalties, temperature and cuts.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None  # if params.logprobs is not None
+    error: str | None = None  # why the row has no token; token_id is 0 then
+    error_type: type[GenerationError] = GenerationError  # of that error, raised or not
+
+
+class SampledTokens(NamedTuple):
+    """The next tokens of a step's rows."""
+
+    token_ids: list[int]
+    others: dict[int, SampledToken]
+    """For rows with log-probabilities or an error."""
