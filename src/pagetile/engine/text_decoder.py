@@ -62,6 +62,7 @@ def _spell(backend: Any, vocab_size: int) -> dict[bool, list[bytes]]:
         return {}
     added, letters = backend.get_added_tokens_decoder(), byte_of_letter()
     tokens = {token_id: token for token, token_id in backend.get_vocab().items()}
+    tokens |= {token_id: token.content for token_id, token in added.items()}
     spelt = [b""] * max(vocab_size, max(tokens, default=-1) + 1)
     for token_id, token in tokens.items():
         try:

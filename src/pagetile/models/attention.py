@@ -65,18 +65,15 @@ class AttentionLayer:
 
     def __init__(self, module: nn.Module, index: int, *, writes: bool) -> None:
         self.module, self.index, self.writes = module, index, writes
-        self.k_cache: Tensor | None = None
-        self.v_cache: Tensor | None = None
-        self.k_scale: Tensor | None = None
-        self.v_scale: Tensor | None = None
         self.step: ForwardBatch | None = None
+        self.bind(None)
 
     def bind(self, cache: KVCache | None) -> None:
         """Use this cache from now on; ``None``: none."""
-        self.k_cache = None if cache is None else cache.k[self.index]
-        self.v_cache = None if cache is None else cache.v[self.index]
-        self.k_scale = None if cache is None else cache.k_scale[self.index]
-        self.v_scale = None if cache is None else cache.v_scale[self.index]
+        self.k_cache: Tensor | None = None if cache is None else cache.k[self.index]
+        self.v_cache: Tensor | None = None if cache is None else cache.v[self.index]
+        self.k_scale: Tensor | None = None if cache is None else cache.k_scale[self.index]
+        self.v_scale: Tensor | None = None if cache is None else cache.v_scale[self.index]
 
 
 def attend(

@@ -49,14 +49,8 @@ TENSORS = (
     "out",
 )
 _OF_BATCH = ("block_tables", "seq_lens", "cu_seqlens_q")
-_CONTIGUOUS = (
-    "q",
-    "k_cache",
-    "v_cache",
-    "out",
-    "block_tables",
-    "visible_blocks",
-)  # in their last dimension
+_CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables", "visible_blocks")
+"""Tensors whose last dimension must be contiguous."""
 
 
 def check_types(batch: Any, **arguments: Any) -> None:
