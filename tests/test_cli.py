@@ -193,6 +193,7 @@ def test_a_missing_extra_is_named(missing):
         ("chat http://127.0.0.1:9 --chat-template plain", "the server has its own"),
         ("chat http://127.0.0.1:9", "Start a server there with pagetile serve"),
         ("generate x --chat", "--chat: this model's tokenizer has no chat template. Leave out"),
+        (f"generate x --model {__file__}", "is a file, expected a directory with a checkpoint"),
         ("plan --memory 3Q", "'3Q' is not a memory size"),
         ("plan --memory 1MB", "are missing"),
         ("plan --memory 16", "--memory 16 is 16 bytes: did you mean 16GiB?"),

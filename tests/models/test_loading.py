@@ -126,6 +126,15 @@ def test_nothing_is_printed(saved, capfd):
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
+def test_a_long_text_is_tokenized_without_a_warning(capfd):
+    from pagetile.demo import path
+
+    encode = f"load_tokenizer({str(path())!r}).encode('a ' * 5000)"
+    code = f"from pagetile.models import load_tokenizer; {encode}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert capfd.readouterr().err == ""  # the engine's error says what a sequence may have
+
+
 def test_transformers_is_imported_only_when_a_model_is_loaded():
     code = "import pagetile.models, sys; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

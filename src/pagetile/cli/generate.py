@@ -112,7 +112,7 @@ def generate(
     max_model_len: MaxModelLen = None,
     no_prefix_caching: NoPrefixCaching = False,
     speculative: Speculative = None,
-    num_speculative_tokens: NumSpeculativeTokens = 7,
+    num_speculative_tokens: NumSpeculativeTokens = None,
 ) -> None:
     """Continue text.
 

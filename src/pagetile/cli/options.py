@@ -139,4 +139,6 @@ Speculative = Annotated[
         "is the same; repetitive text is faster.",
     ),
 ]
-NumSpeculativeTokens = Annotated[int, option(MODEL, "N", "Most tokens of a draft, 1 to 15.")]
+NumSpeculativeTokens = Annotated[
+    int | None, option(MODEL, "N", "Most tokens of a draft, 1 to 15. Without it, 7.")
+]

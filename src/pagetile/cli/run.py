@@ -22,11 +22,7 @@ def load(**options: Any) -> LLM:
     """Load a model with options of ``LLM``."""
     from ..engine.llm import LLM
 
-    llm = LLM(**options)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # of tokenizers about long prompts, which the engine refuses
-    return llm
+    return LLM(**options)
 
 
 class Run:

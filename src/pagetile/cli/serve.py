@@ -134,7 +134,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     no_prefix_caching: NoPrefixCaching = False,
     speculative: Speculative = None,
-    num_speculative_tokens: NumSpeculativeTokens = 7,
+    num_speculative_tokens: NumSpeculativeTokens = None,
     seed: Annotated[int, option(MODEL, "N", "Seeds requests that come without a seed.")] = 0,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API does.

@@ -37,7 +37,7 @@ def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
     path = Path(model) / "generation_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise RequestError(f"{path} is not JSON ({error}): mend or remove it") from error

@@ -59,7 +59,7 @@ class LLM:
             few, and verify them in one step (prompt-lookup decoding). The tokens are the same;
             text that repeats its prompt or itself is generated faster. With it
             ``async_scheduling`` is off.
-        num_speculative_tokens: The most tokens of a draft, 1 to 15.
+        num_speculative_tokens: The most tokens of a draft, 1 to 15; ``None`` is 7.
         generation_config: ``"auto"``: a request without ``sampling_params`` takes those of the
             checkpoint's generation_config.json; see ``get_default_sampling_params``. ``"vllm"``:
             it takes ``SamplingParams()``, as every request of a loaded model does.
@@ -108,7 +108,7 @@ class LLM:
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         speculative: str | None = None,
-        num_speculative_tokens: int = 7,
+        num_speculative_tokens: int | None = None,
         generation_config: str = "auto",
         seed: int = 0,
         use_tqdm: bool = False,

@@ -48,7 +48,7 @@ def load_engine(
     enforce_eager: bool,
     async_scheduling: bool | None,
     speculative: str | None,
-    num_speculative_tokens: int,
+    num_speculative_tokens: int | None,
     generation_config: str,
     seed: int,
     use_tqdm: bool,
@@ -82,7 +82,10 @@ def load_engine(
     ):  # fmt: skip
         check(isinstance(switch, bool), name, switch, "True or False")
     check(speculative in (None, "ngram"), "speculative", speculative, "'ngram' or None")
-    num_speculative_tokens = _size("num_speculative_tokens", num_speculative_tokens, most=15)
+    if num_speculative_tokens is not None:
+        _size("num_speculative_tokens", num_speculative_tokens, most=15)
+        has_use = speculative is not None
+        check(has_use, "num_speculative_tokens", num_speculative_tokens, "speculative='ngram' too")
     cache_type = _cache_dtype(kv_cache_dtype)
     is_path = isinstance(model, (str, os.PathLike))
     known = generation_config in ("auto", "vllm")
@@ -126,7 +129,7 @@ def load_engine(
         enable_prefix_caching=enable_prefix_caching,
         enforce_eager=enforce_eager,
         async_scheduling=async_scheduling,
-        num_speculative_tokens=num_speculative_tokens if speculative else 0,
+        num_speculative_tokens=(num_speculative_tokens or 7) if speculative else 0,
         seed=seed,
     )
     if not enforce_eager:

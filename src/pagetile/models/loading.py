@@ -33,6 +33,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def read_model(
@@ -96,6 +97,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | No
         return None
     with _quiet(), explained(f"{directory}: its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    tokenizer.deprecation_warnings[_LENGTH_WARNING] = True  # as if shown: the engine refuses those
     return tokenizer
 
 
