@@ -170,8 +170,10 @@ def main():
     """Compare both versions with ``pagetile.integrations.vllm_ops`` on random blocks."""
     from pagetile.integrations.vllm_ops import paged_attention_v1
 
-    torch.manual_seed(0)
     device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU: set TRITON_INTERPRET=1")
+    torch.manual_seed(0)
     q = torch.randn(3, 8, 64, device=device)
     k_cache, v_cache = torch.randn(12, 2, 16, 16, 4), torch.randn(12, 2, 64, 16)
     k_cache, v_cache = k_cache.to(device), v_cache.to(device)

@@ -45,6 +45,13 @@ def test_the_example_runs(example, capsys):
     assert [float(line.split()[-1]) < 1e-5 for line in lines] == [True, True]
 
 
+def test_without_a_gpu_it_says_how_to_run(example, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="TRITON_INTERPRET=1"):
+        example.main()
+
+
 def test_each_version_fits_on_a_screen():
     text = EXAMPLE.read_text()
     kernels = {part.split("(")[0]: part for part in text.split("@triton.jit\ndef ")[1:]}

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 
 import openai
+import pydantic
 import pytest
 
 from pagetile import SamplingParams
@@ -244,6 +245,8 @@ def test_a_long_chain_of_references_does_not_end_the_process(llm):
 
 
 def test_contradictions_are_refused():
+    with pytest.raises(RequestError, match=r"is not JSON.*Give its model_json_schema\(\)$"):
+        StructuredOutputsParams(json=pydantic.BaseModel)
     form = StructuredOutputsParams(regex="a")
     with pytest.raises(RequestError, match="min_tokens"):
         SamplingParams(structured_outputs=form, min_tokens=3)

@@ -377,7 +377,8 @@ def _dump(value: Any) -> str:
     try:
         return json_module.dumps({} if value is True else value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is not JSON: {error}") from None
+        hint = ". Give its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+        raise RequestError(f"structured_outputs.json is not JSON: {error}{hint}") from None
 
 
 def _check_choice(choice: Any) -> None:
