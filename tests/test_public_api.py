@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import types
@@ -111,6 +112,18 @@ def test_every_public_method_is_explained(name):
         if inspect.isclass(value):
             for member_name, member in public_members(value).items():
                 assert member.__doc__, f"{public}.{member_name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["pagetile", "pagetile.integrations.swin", "pagetile.integrations.vllm_ops"]
+)
+def test_the_reference_shows_every_public_name(name):
+    page = Path(__file__).parents[1] / "docs" / "reference" / "index.md"
+    shown = [*map(pkgutil.resolve_name, re.findall(r"^::: (\S+)$", page.read_text("utf-8"), re.M))]
+    modules = [each for each in shown if inspect.ismodule(each)]
+    shown += [value for module in modules for value in vars(module).values()]
+    module = importlib.import_module(name)
+    assert [public for public in module.__all__ if getattr(module, public) not in shown] == []
 
 
 def test_every_error_has_one_root():

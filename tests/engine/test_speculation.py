@@ -463,7 +463,7 @@ def test_the_benchmark_has_a_model_copy_with_edits() -> None:
         ({"speculative": "eagle"}, "speculative='eagle': expected 'ngram' or None"),
         ({"speculative": "ngram", "num_speculative_tokens": 0}, "expected a whole number"),
         ({"speculative": "ngram", "num_speculative_tokens": 99}, "from 1 to 15"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens=3: expected speculative='ngram' too"),
+        ({"num_speculative_tokens": 3}, "=3: expected speculative='ngram' too"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -29,6 +29,18 @@ class SharedPrefixes:
 
     ``impl`` is for each sequence's own keys. On GPUs the prefixes have another kernel, or, with
     many rows, the prefill kernel.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from pagetile import paged_attention
+        >>> alone = PagedBatch.of([[7, 2, 5], [7, 2, 8], [7, 2, 0], [4]], [40, 33, 41, 9])
+        >>> groups = torch.tensor([0, 3, 4], dtype=torch.int32)
+        >>> prefixes = SharedPrefixes(groups, torch.tensor([32, 0], dtype=torch.int32))
+        >>> together = replace(alone, shared_prefixes=prefixes)
+        >>> q, (k_cache, v_cache) = torch.randn(4, 8, 64), torch.randn(2, 9, 16, 2, 64)
+        >>> outs = [paged_attention(q, k_cache, v_cache, each).out for each in (alone, together)]
+        >>> torch.allclose(*outs, atol=1e-5)
+        True
     """
 
     cu_group_seqs: torch.Tensor
