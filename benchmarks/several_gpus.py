@@ -19,7 +19,7 @@ def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
 
     From the longest record on, each goes to the GPU with the least work so far.
 
-    Example:
+    Examples:
         >>> share_out({"decode": 140, "prefill": 70, "tiles": 55}, 2)
         [['decode'], ['prefill', 'tiles']]
     """

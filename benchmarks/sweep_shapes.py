@@ -78,7 +78,7 @@ class SweepClass:
 def draw_shapes(kind: SweepClass, seed: int, count: int, scale: float = 1.0) -> list[SweepShape]:
     """Return a class's shapes for a seed.
 
-    Example:
+    Examples:
         >>> shapes = draw_shapes(CLASSES["decode-any-size"], seed=0, count=2, scale=0.01)
         >>> shapes == draw_shapes(CLASSES["decode-any-size"], seed=0, count=2, scale=0.01)
         True
@@ -107,7 +107,7 @@ def draw_in_turns(
 
     So classes have as many shapes each where time does not suffice for all.
 
-    Example:
+    Examples:
         >>> kinds = [CLASSES["mixed"], CLASSES["uneven"]]
         >>> [(drawn.kind.name, drawn.number) for drawn in draw_in_turns(kinds, seed=0, count=2)]
         [('mixed', 0), ('uneven', 0), ('mixed', 1), ('uneven', 1)]

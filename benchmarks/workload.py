@@ -15,7 +15,7 @@ from pagetile.testing import PagedCase, PagedInputs, make_inputs
 def describe(case: PagedCase) -> str:
     """A problem in words.
 
-    Example:
+    Examples:
         >>> describe(PagedCase(query_lens=(1, 1), seq_lens=(30, 30)))
         'decode: 2 x 30, 4/2 heads of 64, blocks of 16, float32'
     """

@@ -419,7 +419,7 @@ def profile(llm: LLM, requests: Requests, skip: float = 1.0) -> dict[str, Any]:
 def count_busy(spans: Iterable[tuple[float, float]]) -> float:
     """The time that overlapping spans cover; the sum of kernels' times would count overlap twice.
 
-    Example:
+    Examples:
         >>> count_busy([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
         4.0
     """

@@ -126,6 +126,11 @@ def test_the_reference_shows_every_public_name(name):
     assert [public for public in module.__all__ if getattr(module, public) not in shown] == []
 
 
+def test_examples_are_under_the_heading_that_the_site_shows_as_code():
+    sources = Path(pagetile.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if re.search(r"(?m)^ *Example:$", path.read_text())] == []
+
+
 def test_every_error_has_one_root():
     names = [name for name in pagetile.__all__ if name.endswith("Error")]
     assert len(names) == 6

@@ -205,7 +205,7 @@ def tiny_model(
         dtype: Type of the weights, which are rounded from the same float32 values.
         **changes: Options of its config to replace.
 
-    Example:
+    Examples:
         >>> model = tiny_model("mistral")
         >>> model.config.sliding_window, model.num_parameters() < 200_000
         (7, True)

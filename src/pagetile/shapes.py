@@ -186,7 +186,7 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
             differs from an earlier argument's; the message names both.
         DTypeError: An argument is neither a tensor nor the form of one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.empty(7, 8, 64), torch.empty(9, 2, 64)
         >>> sizes = bind(q=(q, "num_tokens num_heads head_size"), k=(k, "n num_kv_heads head_size"))

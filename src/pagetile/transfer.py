@@ -33,7 +33,7 @@ def send_integers(numbers: Any, device: torch.device) -> Tensor:
 def pack(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
     """Several arrays one after another in host memory, pinned for a GPU: bytes ``[n]``.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> arrays = [np.arange(3), np.ones((2, 2), np.int32)]
         >>> packed = pack(arrays, torch.device("cpu"))

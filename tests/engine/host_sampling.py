@@ -32,7 +32,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
         ShapeError: ``logits`` is not a matrix with one row per entry of ``rows``.
         DTypeError: ``logits`` is not floating point of 16, 32 or 64 bits.
 
-    Example:
+    Examples:
         >>> from pagetile import SamplingParams
         >>> logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
         >>> greedy = SamplingInput(SamplingParams(temperature=0.0), [], [], seed=0, index=0)

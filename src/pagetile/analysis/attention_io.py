@@ -36,7 +36,7 @@ FLOAT32 = 4
 class AttentionShape:
     """Dense attention, its sizes and element type.
 
-    Example:
+    Examples:
         >>> shape = AttentionShape(1024, 64)
         >>> shape.key_len, shape.v_head_size
         (1024, 64)
@@ -107,7 +107,7 @@ def tiled(
             ``"kv"``: a K/V tile stays and query tiles pass with their running results, as in the
             first FlashAttention.
 
-    Example:
+    Examples:
         >>> tiled(AttentionShape(1024, 64), 64, 64).elements
         2229248
         >>> tiled(AttentionShape(1024, 64), 64, 200, outer="kv").elements
@@ -140,7 +140,7 @@ def standard(shape: AttentionShape) -> Traffic:
 
     Causality and windows save nothing here.
 
-    Example:
+    Examples:
         >>> standard(AttentionShape(1024, 64)).elements
         4456448
     """
@@ -167,7 +167,7 @@ def tile_bytes(shape: AttentionShape, tile_m: int, tile_n: int, *, stages: int =
     Query tile, K/V tiles, and in float32 the running result, one tile of scores, and ``m`` and
     ``l`` of every row. No length occurs in it; head size and element type do.
 
-    Example:
+    Examples:
         >>> tile_bytes(AttentionShape(1024, 64), 64, 64)
         74240
         >>> tile_bytes(AttentionShape(8192, 64), 64, 64)
@@ -184,7 +184,7 @@ def longest_resident(shape: AttentionShape, on_chip_bytes: int) -> int:
 
     Up to there nothing is read twice, whatever the query tiles: every window of a Swin fits.
 
-    Example:
+    Examples:
         >>> longest_resident(AttentionShape(1, 64), 227 * 1024)
         908
     """

@@ -31,7 +31,7 @@ def attention_contest(
 ) -> Contest:
     """``pagetile.attention`` beside eager attention and PyTorch's fused kernels.
 
-    Example:
+    Examples:
         >>> shape = AttentionShape(20, 8, num_heads=4, num_kv_heads=2, causal=True)
         >>> contest = attention_contest(shape, dtype=torch.float32, device=torch.device("cpu"))
         >>> list(contest.contestants)
@@ -91,7 +91,7 @@ def scores_contest(
 ) -> Contest:
     """``pagetile.attention_scores`` beside PyTorch's products.
 
-    Example:
+    Examples:
         >>> contest = scores_contest(2, 3, 7, 8, dtype=torch.float32, device=torch.device("cpu"))
         >>> contest.expected[0].shape, contest.work.bytes  # q, k and the scores, once
         (torch.Size([2, 3, 7, 7]), 3864)

@@ -81,7 +81,7 @@ def io_curves(
     Raises:
         RequestError: The range is empty, or there are no tiles, or too many of them.
 
-    Example:
+    Examples:
         >>> curves = io_curves(head_size=128, tiles_m=[48, 64, 128])
         >>> [curve.worse_from for curve in curves.tiled]
         [145, None, None]

@@ -15,7 +15,7 @@ from ..errors import RequestError
 class GivenLengths:
     """Lengths that were observed, each as likely as the others.
 
-    Example:
+    Examples:
         >>> lengths = GivenLengths((1, 16, 17))
         >>> lengths.mean_blocks(16) == (1 + 1 + 2) / 3
         True
@@ -52,7 +52,7 @@ class GivenLengths:
 class UniformLengths:
     """Every length from ``shortest`` to ``longest`` is equally likely.
 
-    Example:
+    Examples:
         >>> UniformLengths(1, 32).mean_blocks(16)
         1.5
     """
@@ -91,7 +91,7 @@ class GeometricLengths:
         E[L]           = sum of q**t      for t = 0, 1, … below longest
         E[ceil(L / b)] = sum of q**(k b)  for k = 0, 1, … below ceil(longest / b)
 
-    Example:
+    Examples:
         >>> lengths = GeometricLengths(mean_uncut=2, longest=3)  # 1, 2, 3: 1/2, 1/4, 1/4
         >>> lengths.mean, lengths.mean_blocks(2)
         (1.75, 1.25)

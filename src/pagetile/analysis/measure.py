@@ -26,7 +26,7 @@ def measure_machine(device: torch.device | str = "cpu", *, scale: float = 1.0) -
         device: Whose; a tensor's device.
         scale: Sizes the tensors; below 1 is quicker and less exact.
 
-    Example:
+    Examples:
         >>> here = measure_machine(scale=0.01)
         >>> here.bytes_per_second > 1e8 and here.flops["float32"] > 1e8
         True

@@ -162,7 +162,7 @@ def plan_memory(
         OutOfBlocksError: Not one block fits beside the weights; the message says what is missing.
         ShapeError: ``block_size`` or ``max_model_len`` is out of range.
 
-    Example:
+    Examples:
         >>> llama_8b = LayerKind("full", 32, 32, num_kv_heads=8, head_size=128, v_head_size=128)
         >>> plan = plan_memory([llama_8b], memory_bytes=16 * 2**30, max_model_len=8192)
         >>> plan.bytes_per_token, plan.num_blocks, plan.num_full_sequences
@@ -195,7 +195,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         RequestError: It is not a size, or not even one byte.
 
-    Example:
+    Examples:
         >>> parse_bytes("16GiB"), parse_bytes("512MB"), parse_bytes("1.5G"), parse_bytes("4096")
         (17179869184, 512000000, 1500000000, 4096)
     """
@@ -214,7 +214,7 @@ def parse_bytes(text: str) -> int:
 def format_bytes(size: int) -> str:
     """A size with a unit that suits it, to three digits or more.
 
-    Example:
+    Examples:
         >>> format_bytes(131072), format_bytes(16 * 2**30), format_bytes(900)
         ('128 KiB', '16 GiB', '900 bytes')
     """

@@ -57,7 +57,7 @@ class PageMap:
     more than 9), ``:`` a free block whose content can still be found by its prefix, ``.`` any
     other free block. Long stretches of equal rows are one line.
 
-    Example:
+    Examples:
         >>> print(PageMap(16, 4, (HeldBlocks("a", 6, (0, 1)), HeldBlocks("b", 7, (0, 3)))))
         2 sequences hold 3 of 16 blocks, 1 shared; 0 cached, 13 free
         <BLANKLINE>

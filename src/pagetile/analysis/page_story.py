@@ -30,7 +30,7 @@ class PageStep:
 def page_story() -> list[PageStep]:
     """Return the steps, from an empty pool to the reuse of a cached block.
 
-    Example:
+    Examples:
         >>> [step.pages.num_held for step in page_story()][:3]
         [0, 3, 4]
     """

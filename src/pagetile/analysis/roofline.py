@@ -72,7 +72,7 @@ class Work:
 class Roofs:
     """Least times in seconds.
 
-    Example:
+    Examples:
         >>> Roofs(bytes=1e-6, products=3e-6, exps=2e-6).bound_by
         'products'
     """
@@ -95,7 +95,7 @@ class Roofs:
 def attention_work(shape: AttentionShape, *, dtype: str = "bfloat16") -> Work:
     """Of dense attention: no score that no row sees, head sizes in whole steps of 16.
 
-    Example:
+    Examples:
         >>> roofs = attention_work(AttentionShape(16384, 128, num_heads=16)).on(machine("h200"))
         >>> roofs.bound_by, round(roofs.seconds * 1e6)
         ('products', 2223)
@@ -108,7 +108,7 @@ def attention_work(shape: AttentionShape, *, dtype: str = "bfloat16") -> Work:
 def window_work(shape: WindowShape, *, dtype: str = "bfloat16") -> Work:
     """Of window attention: a masked score of a shifted window is a score like any other.
 
-    Example:
+    Examples:
         >>> swin_unetr = WindowShape(343, 3, 343, 16, num_region_windows=343)
         >>> roofs = window_work(swin_unetr).on(machine("h200-measured"))
         >>> roofs.bound_by, round(roofs.seconds * 1e6, 1)
@@ -121,7 +121,7 @@ def window_work(shape: WindowShape, *, dtype: str = "bfloat16") -> Work:
 def window_training_work(shape: WindowShape, *, dtype: str = "bfloat16") -> Work:
     """Of a forward and a backward pass: five products instead of two, and every weight again.
 
-    Example:
+    Examples:
         >>> swin_unetr = WindowShape(343, 3, 343, 16, num_region_windows=343)
         >>> work = window_training_work(swin_unetr)
         >>> work.flops / window_work(swin_unetr).flops, work.exps // swin_unetr.num_scores
@@ -138,7 +138,7 @@ def machine(name: str) -> Machine:
     Raises:
         RequestError: It is not in the table; the message lists what is.
 
-    Example:
+    Examples:
         >>> machine("a100").bytes_per_second
         2039000000000.0
     """

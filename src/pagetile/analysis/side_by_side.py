@@ -52,7 +52,7 @@ def compare(
         warmup: Untimed rounds before them.
         tick: Called after every round.
 
-    Example:
+    Examples:
         >>> x = torch.rand(1000)
         >>> contest = Contest("a sum", {"own": x.sum}, [x.double().sum()], Work(4000, 0, 0))
         >>> [result] = compare(contest, iterations=3, warmup=1)

@@ -36,7 +36,7 @@ FULL, MASKED, SKIPPED = "full", "masked", "skipped"
 class TileWalk:
     """The tiles of one head's ``query_len`` x ``key_len`` scores.
 
-    Example:
+    Examples:
         >>> walk = TileWalk(query_len=300, key_len=300, tile_m=64, tile_n=64, causal=True)
         >>> walk.num_query_tiles, list(walk.visits(2))
         (5, [0, 1, 2])

@@ -24,7 +24,7 @@ from ..errors import PagetileError, UnsupportedError
 class Times:
     """Seconds of each timed call.
 
-    Example:
+    Examples:
         >>> times = Times((3.0, 1.0, 2.0))
         >>> times.median, times.quantile(0.9), times.best
         (2.0, 2.8, 1.0)
@@ -139,7 +139,7 @@ def take_turns(
         before: What runs right before every turn of a call, untimed, by the call's name.
         tick: Called after every round.
 
-    Example:
+    Examples:
         >>> times = take_turns({"a": lambda: None, "b": lambda: None}, repeats=5)
         >>> [len(found.seconds) for found in times.values()]
         [5, 5]
@@ -169,7 +169,7 @@ def admit(
         calls: By name.
         judge: From a call's name and result to what is wrong with it; ``None`` if nothing is.
 
-    Example:
+    Examples:
         >>> calls = {"right": lambda: 4, "wrong": lambda: 5, "zero": lambda: 1 / 0}
         >>> found, absent = admit(calls, lambda name, four: None if four == 4 else "wrong")
         >>> list(found), absent

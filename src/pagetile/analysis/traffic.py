@@ -28,7 +28,7 @@ class Stream:
 class Traffic:
     """Streams, in the order in which a kernel meets them.
 
-    Example:
+    Examples:
         >>> traffic = Traffic((Stream("q", 64, 2), Stream("out", 64, 2, is_write=True)))
         >>> traffic.elements, traffic.bytes
         (128, 256)
@@ -57,7 +57,7 @@ class Traffic:
 def format_count(value: float, unit: str = "B") -> str:
     """A number with a decimal prefix, to three digits: traffic counts by 1000, as bandwidth does.
 
-    Example:
+    Examples:
         >>> format_count(4_822_040), format_count(999.6e6, "FLOP"), format_count(12)
         ('4.82 MB', '1 GFLOP', '12 B')
     """

@@ -35,7 +35,7 @@ def windows_contest(
     others as a dense mask made beforehand. With ``backward`` all of them also compute the
     gradients of q, k, v and the table.
 
-    Example:
+    Examples:
         >>> grid = WindowGrid.of((8, 8), (4, 4), (2, 2))
         >>> contest = windows_contest(
         ...     grid, num_images=1, num_heads=2, head_size=8, backward=True,

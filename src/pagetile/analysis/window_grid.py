@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class WindowGrid:
     """The sizes of a map, its windows and their shift.
 
-    Example:
+    Examples:
         >>> grid = WindowGrid.of((48, 48, 48), (7, 7, 7), (3, 3, 3))
         >>> grid.padded, grid.num_windows, grid.num_masked
         ((49, 49, 49), 343, 127)

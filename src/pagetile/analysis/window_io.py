@@ -23,7 +23,7 @@ BiasForm = Literal["matrix", "table", "none"]
 class WindowShape:
     """One call of window attention.
 
-    Example:
+    Examples:
         >>> shape = WindowShape(343, 3, 343, 16, num_region_windows=343, table_size=2197)
         >>> shape.num_scores, shape.tensor_bytes
         (121060821, 11294304)
@@ -106,7 +106,7 @@ def multiprocessor(
     A program handles one head of ``windows_per_program`` windows. It reads the bias once, and the
     mask for each window. Most of these reads hit in caches.
 
-    Example:
+    Examples:
         >>> shape = WindowShape(343, 3, 343, 8)
         >>> (multiprocessor(shape).bytes - 4 * shape.tensor_bytes) / 1e6
         242.121642
@@ -134,7 +134,7 @@ def unfused(
             ``"float32"``: the same in float32. ``"sdpa"``: PyTorch's fused kernel with bias and
             mask added up to one dense mask, as MONAI's flag does: 16 bytes a score with a mask.
 
-    Example:
+    Examples:
         >>> shape = WindowShape(343, 3, 343, 8, num_region_windows=343)
         >>> [round(unfused(shape, how=how).bytes / 1e9, 2) for how in ("half", "amp", "sdpa")]
         [1.98, 3.92, 1.96]

@@ -50,7 +50,7 @@ class AsyncLLM:
     Attributes:
         thread: The engine's thread, which calls ``thread.observers`` and ``thread.on_death``.
 
-    Example:
+    Examples:
         >>> import asyncio
         >>> async def main():
         ...     async with AsyncLLM.load(num_blocks=64) as llm:

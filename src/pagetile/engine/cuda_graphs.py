@@ -30,7 +30,7 @@ Qwen3-0.6B, longer than an H200 takes to compute it."""
 def padded_sizes(max_num_seqs: int) -> list[int]:
     """Return the numbers of sequences to capture: few, with little padding between them.
 
-    Example:
+    Examples:
         >>> padded_sizes(40)
         [1, 2, 4, 8, 16, 24, 32, 40]
         >>> padded_sizes(100)[-4:]
@@ -43,7 +43,7 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 def prompt_sizes(max_num_batched_tokens: int) -> list[int]:
     """Return the numbers of tokens to capture steps with prompts for.
 
-    Example:
+    Examples:
         >>> prompt_sizes(200)
         [16, 24, 32, 48, 64, 96, 128, 192, 200]
     """

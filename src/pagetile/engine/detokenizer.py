@@ -43,7 +43,7 @@ class Detokenizer:
         stop_reason: The stop string that was found, else ``None``.
         num_tokens: Tokens taken in, the one that completed a stop string included.
 
-    Example:
+    Examples:
         >>> class Letters:
         ...     def decode(self, token_ids, **options):
         ...         return "".join(map(chr, token_ids))

@@ -82,7 +82,7 @@ class LLM:
         OutOfBlocksError: The cache cannot hold one sequence of ``max_model_len`` tokens, or
             ``num_blocks`` are more than fit into memory.
 
-    Example:
+    Examples:
         >>> llm = LLM(num_blocks=64)
         >>> [result] = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=8),
         ...                         use_tqdm=False)

@@ -45,7 +45,7 @@ class TokenLogprobsList(Sequence[TokenLogprobs]):
     A thousand tokens of each of hundreds of sequences would be as many objects for Python's garbage
     collector to visit repeatedly while the device waits.
 
-    Example:
+    Examples:
         >>> tokens = TokenLogprobsList()
         >>> tokens.append(TokenLogprobs(7, -0.5, 1, [7], [-0.5]))
         >>> tokens[-1]

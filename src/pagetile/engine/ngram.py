@@ -37,7 +37,7 @@ class NgramProposer:
         token_ids: The sequence's tokens: the live list, which only grows.
         num_tokens: The most tokens of a draft; the first draft has as many.
 
-    Example:
+    Examples:
         >>> NgramProposer([7, 1, 2, 3, 4, 9, 2, 3], num_tokens=3).propose(3)
         [4, 9, 2]
     """

@@ -113,7 +113,7 @@ def find_groups(tables: SequenceOf[list[int]], limits: SequenceOf[int]) -> list[
         tables: The blocks of each sequence.
         limits: How many of them may be shared.
 
-    Example:
+    Examples:
         >>> find_groups([[7, 2, 5], [4, 9], [7, 2, 8, 1], [6]], [3, 2, 4, 1])
         [_Group(members=[0, 2], num_blocks=2)]
     """

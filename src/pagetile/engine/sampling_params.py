@@ -56,7 +56,7 @@ class SamplingParams:
             message names the field, what was given and what is allowed.
         TypeError: An option does not exist; the message names the nearest one that does.
 
-    Example:
+    Examples:
         >>> params = SamplingParams(temperature=0.7, top_p=0.9, stop="\n", max_tokens=64)
         >>> params.stop, params.is_greedy
         (('\n',), False)

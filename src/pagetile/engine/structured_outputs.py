@@ -58,7 +58,7 @@ class StructuredOutputsParams:
     Raises:
         RequestError: None of the constraints is given, or several, or one has the wrong type.
 
-    Example:
+    Examples:
         >>> StructuredOutputsParams(json={"type": "integer"}).json
         '{"type": "integer"}'
     """

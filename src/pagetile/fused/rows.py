@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 def fold(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     """A tensor's rows in memory order; None if two strides do not describe them.
 
-    Example:
+    Examples:
         >>> fold((1, 4, 3, 64), (999, 64, 256, 1))[:4]  # heads before tokens, laid out after them
         (12, 1, 64, 0)
         >>> fold((1, 3, 4, 64), (999, 512, 64, 1))[:4]  # a part of a wider projection

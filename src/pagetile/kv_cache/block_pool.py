@@ -36,7 +36,7 @@ class BlockPool:
     Raises:
         ShapeError: A size is not an integer or below 1.
 
-    Example:
+    Examples:
         >>> pool = BlockPool(4, block_size=16)
         >>> blocks = pool.allocate(3)
         >>> blocks

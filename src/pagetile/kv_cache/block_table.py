@@ -29,7 +29,7 @@ class BlockTable:
     Raises:
         DTypeError: ``pool`` is not a ``BlockPool``.
 
-    Example:
+    Examples:
         >>> table = BlockTable(BlockPool(8, block_size=4))
         >>> table.append(6)
         []

@@ -50,7 +50,7 @@ class PrefixIndex:
     Raises:
         DTypeError: ``pool`` is not a ``BlockPool``, or ``salt`` is not bytes.
 
-    Example:
+    Examples:
         >>> from pagetile import BlockTable
         >>> pool = BlockPool(8, block_size=2)
         >>> index = PrefixIndex(pool)
@@ -240,7 +240,7 @@ class BlockHashes:
     Attributes:
         num_inserted: Blocks, from the first, that were adopted from the index or inserted into it.
 
-    Example:
+    Examples:
         >>> hashes = PrefixIndex(BlockPool(8, block_size=2)).block_hashes(cache_salt="tenant-1")
         >>> hashes.extend([5, 6, 7])
         >>> len(hashes)

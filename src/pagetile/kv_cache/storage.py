@@ -67,7 +67,7 @@ class KVCache:
         ShapeError: A size is out of range.
         DTypeError: ``dtype`` is not a type of caches, or ``layers`` is not a list of ``LayerSpec``.
 
-    Example:
+    Examples:
         >>> layer = LayerSpec(num_kv_heads=2, head_size=64, v_head_size=64)
         >>> cache = KVCache([layer] * 4, BlockPool(32, block_size=16), dtype=torch.bfloat16)
         >>> cache.num_tokens, cache.k[0].shape

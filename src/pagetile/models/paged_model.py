@@ -158,7 +158,7 @@ def load_model(
             not have ``dtype``, or it has fewer than ``max_model_len`` positions.
         UnsupportedError: The logits differ or the model is not supported; the message says why.
 
-    Example:
+    Examples:
         >>> from pagetile.demo import path
         >>> model = load_model(path())
         >>> model.layers[0]

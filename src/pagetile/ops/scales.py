@@ -55,7 +55,7 @@ def bind_scales(
         ShapeError: A scale has another shape, is on another device, or is not like the other.
         DTypeError: A scale is not float32, is missing, or comes with a cache that has none.
 
-    Example:
+    Examples:
         >>> cache = torch.zeros(4, 16, 2, 64, dtype=torch.int8)
         >>> kind, k_scale, _ = bind_scales(torch.tensor(0.5), torch.tensor(0.1), cache, cache)
         >>> kind, k_scale.tolist()

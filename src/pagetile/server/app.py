@@ -26,7 +26,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         llm: The engine; the caller closes it.
         config: Names, keys and limits.
 
-    Example:
+    Examples:
         >>> app = create_app(AsyncLLM.load(num_blocks=64))
         >>> app.title
         'pagetile'

@@ -127,7 +127,7 @@ class TextEvents:
         make: Returns the whole event, for ``json.dumps``, from a sample's number and a text.
         num_samples: Number of samples.
 
-    Example:
+    Examples:
         >>> events = TextEvents(lambda index, text: {"index": index, "text": text}, 1)
         >>> events.of(0, '"')
         'data: {"index": 0, "text": "\\""}\n\n'

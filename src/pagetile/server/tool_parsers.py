@@ -61,7 +61,7 @@ class TextOnly:
 class HermesParser:
     r"""Calls between ``<tool_call>`` and ``</tool_call>``.
 
-    Example:
+    Examples:
         >>> parser = HermesParser(["add"])
         >>> parser.feed('Yes. <tool_').text
         'Yes.'
@@ -130,7 +130,7 @@ class HermesParser:
 class Llama3JsonParser:
     """An answer that is JSON from its first character: calls, with semicolons between them.
 
-    Example:
+    Examples:
         >>> parser = Llama3JsonParser(["add"])
         >>> parser.feed('{"name": "add", "parameters": {"a": 1}}').calls
         []

@@ -47,7 +47,7 @@ class PagedCase:
 
     The batch of ``make_inputs`` has one more sequence, without keys, at a random place.
 
-    Example:
+    Examples:
         >>> case = PagedCase(query_lens=(1, 5), seq_lens=(30, 5), num_heads=8, sliding_window=4)
         >>> str(case)
         's2-h8/2-d64-b16-w4-f32'
@@ -248,7 +248,7 @@ def make_inputs(case: PagedCase) -> PagedInputs:
     (with ``strided``) all memory around the tensors hold NaN (-128 in int8); table entries past
     a row's end hold ``TABLE_POISON``.
 
-    Example:
+    Examples:
         >>> inputs = make_inputs(PagedCase(query_lens=(2, 1), seq_lens=(2, 30), block_size=8))
         >>> inputs.batch.num_seqs, inputs.q.shape, inputs.attend(impl="reference").out.isnan().any()
         (3, torch.Size([4, 4, 64]), tensor(False))

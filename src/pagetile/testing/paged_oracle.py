@@ -81,7 +81,7 @@ def _ratio(error: float, allowed: float) -> float:
 def oracle(inputs: PagedInputs) -> AttentionOutput:
     """The reference in float64; ``out`` is float64 ``[num_tokens, num_heads, v_head_size]``.
 
-    Example:
+    Examples:
         >>> from pagetile.testing import PagedCase, make_inputs
         >>> oracle(make_inputs(PagedCase(head_size=8))).out.dtype
         torch.float64
@@ -105,7 +105,7 @@ def tolerance(inputs: PagedInputs, expected: AttentionOutput | None = None) -> T
         inputs: A call.
         expected: ``oracle(inputs)``; computed if not given.
 
-    Example:
+    Examples:
         >>> from pagetile.testing import PagedCase, make_inputs
         >>> single, half = (
         ...     tolerance(make_inputs(PagedCase(dtype=dtype))).out
@@ -164,7 +164,7 @@ def compare(
         expected: ``oracle(inputs)``, if it is at hand.
         allowed: ``tolerance(inputs)``, likewise.
 
-    Example:
+    Examples:
         >>> from pagetile.testing import PagedCase, make_inputs
         >>> inputs = make_inputs(PagedCase(head_size=8))
         >>> compare(inputs.attend(impl="reference"), inputs).ratio < 1
@@ -196,7 +196,7 @@ def assert_matches(
         expected: ``oracle(inputs)``, if it is at hand.
         allowed: ``tolerance(inputs)``, likewise.
 
-    Example:
+    Examples:
         >>> from pagetile.testing import PagedCase, make_inputs
         >>> inputs = make_inputs(PagedCase(sliding_window=3))
         >>> assert_matches(inputs.attend(impl="reference"), inputs)

@@ -18,7 +18,7 @@ def poisoned_memory() -> Iterator[bool]:
     It applies to torch's empty tensors, NumPy's empty arrays and the scratch of Numba's kernels,
     except for arrays of a few bytes. The value says whether it works, for which glibc is needed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> with poisoned_memory() as works:
         ...     fresh = torch.empty(4096)

@@ -23,7 +23,7 @@ _EXP = 64  # multiply-adds that take as long as a score's exponential
 def random_case(rng: random.Random) -> PagedCase:
     """Draw a legal combination of lengths, sizes, types and features; mostly small ones.
 
-    Example:
+    Examples:
         >>> case = random_case(random.Random(7))
         >>> case == random_case(random.Random(7))
         True
@@ -75,7 +75,7 @@ def vary(case: PagedCase, rng: random.Random) -> PagedCase:
         case: The case to vary.
         rng: The random generator.
 
-    Example:
+    Examples:
         >>> case = random_case(random.Random(7))
         >>> other = vary(case, random.Random(8))
         >>> other.head_size == case.head_size, other.seq_lens == case.seq_lens

@@ -43,7 +43,7 @@ def add_norm(
         ShapeError: Sizes disagree.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x = torch.full((1, 4), 1.5)
         >>> add_norm(x, x, after=Norm(torch.arange(4.0), 0.0, "scaled"))

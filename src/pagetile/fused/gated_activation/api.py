@@ -35,7 +35,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, impl: str = "auto") ->
         ShapeError: A row has an odd number of numbers.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> gated_activation(torch.tensor([[-1.0, 2.0, 10.0, 10.0]]), "relu")
         tensor([[ 0., 20.]])

@@ -57,7 +57,7 @@ def instance_norm(
         DTypeError: An argument has a type that it does not take.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> x = torch.randn(2, 3, 8, 8)
         >>> instance_norm(x, x.square(), residual_eps=1e-5).shape
         torch.Size([2, 3, 8, 8])

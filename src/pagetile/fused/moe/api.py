@@ -61,7 +61,7 @@ def moe_experts(
         DTypeError: ``experts`` is not int64, or the weights have another type than ``x``.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> w = Expert(torch.randn(4, 16, 8), torch.randn(4, 16, 8), torch.randn(4, 8, 16))
         >>> x, chosen = torch.randn(3, 8), torch.tensor([[0, 2], [1, 3], [2, 0]])

@@ -48,7 +48,7 @@ def rms_norm(
         ShapeError: ``weight`` is not one number for each of a row's.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rms_norm(torch.full((2, 4), 3.0), torch.arange(4.0), eps=0.0)[1]
         tensor([0., 1., 2., 3.])

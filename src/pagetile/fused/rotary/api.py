@@ -43,7 +43,7 @@ def rotate(
         DTypeError: The types differ.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, quarter = torch.tensor([[[[1.0, 2.0, 9.0]]]]), torch.ones(1, 1, 1)
         >>> rotate(q, q, 0 * quarter, quarter, is_shared=True)[0].flatten().tolist()

@@ -57,7 +57,7 @@ def small_linear(
         ShapeError: Sizes disagree.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x, weight = torch.ones(1, 3), torch.ones(2, 3)
         >>> small_linear(x, weight, residual=torch.tensor([[0.5, -3.0]]))

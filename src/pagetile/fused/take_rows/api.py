@@ -34,7 +34,7 @@ def take_rows(table: Tensor, rows: Tensor, *, impl: str = "auto") -> Tensor:
         DTypeError: ``rows`` is not int64.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import torch
         >>> take_rows(torch.eye(3), torch.tensor([2, 0]))
         tensor([[0., 0., 1.],

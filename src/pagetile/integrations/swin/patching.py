@@ -59,7 +59,7 @@ def patch(model: nn.Module) -> PatchReport:
     Warns:
         UserWarning: No window attention was patched; the message says why.
 
-    Example:
+    Examples:
         >>> from transformers import SwinConfig, SwinModel
         >>> config = SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[2],
         ...                     num_heads=[2], window_size=4)
@@ -79,7 +79,7 @@ def patch(model: nn.Module) -> PatchReport:
 def unpatch(model: nn.Module) -> None:
     """Restore the original class of every patched module of ``model``.
 
-    Example:
+    Examples:
         >>> unpatch(nn.Linear(2, 2))
     """
     _check(model)
@@ -94,7 +94,7 @@ def unpatch(model: nn.Module) -> None:
 def patched(model: nn.Module) -> Iterator[PatchReport]:
     """``patch`` a model for a ``with`` block; modules that were patched before stay patched.
 
-    Example:
+    Examples:
         >>> from transformers import SwinConfig, SwinModel
         >>> config = SwinConfig(image_size=32, patch_size=2, embed_dim=16, depths=[1],
         ...                     num_heads=[2], window_size=4)

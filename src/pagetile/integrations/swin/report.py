@@ -35,7 +35,7 @@ class Entry:
 class PatchReport:
     """Modules that ``swin.patch`` patched, and those that it left alone, with the reason.
 
-    Example:
+    Examples:
         >>> report = PatchReport((), (), (Entry("blocks.0.attn", "its forward was replaced"),))
         >>> print(report)
         patched nothing; left 1 module alone
@@ -88,7 +88,7 @@ class PatchReport:
 def times(sizes: Iterable[int]) -> str:
     """Format sizes along the axes.
 
-    Example:
+    Examples:
         >>> times((7, 7, 7))
         '7×7×7'
     """
@@ -98,7 +98,7 @@ def times(sizes: Iterable[int]) -> str:
 def heads(dim: int, num_heads: int) -> str:
     """Format number and size of heads.
 
-    Example:
+    Examples:
         >>> heads(48, 3)
         '3 heads of 16'
     """

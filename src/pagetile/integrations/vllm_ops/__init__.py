@@ -1,10 +1,10 @@
 """vLLM's paged-attention and cache operators, by the names and signatures of ``vllm._custom_ops``.
 
-vLLM has removed these kernels; code that calls them goes on with one changed line::
+vLLM has removed these kernels; code that calls them goes on with one changed line:
 
     from pagetile.integrations import vllm_ops as ops  # instead of: from vllm import _custom_ops
 
-The cache is x-packed, as in vLLM's documents, and is read in place::
+The cache is x-packed, as in vLLM's documents, and is read in place:
 
     key_cache    [num_blocks, num_kv_heads, head_size / x, block_size, x]     x = 16 bytes
     value_cache  [num_blocks, num_kv_heads, head_size, block_size]

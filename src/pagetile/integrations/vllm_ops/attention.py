@@ -72,7 +72,7 @@ def paged_attention_v1(
             ``PAGETILE_DEBUG=1``) also a length or block out of range. Nothing is written then.
         DTypeError: An argument has a wrong type.
 
-    Example:
+    Examples:
         >>> key_cache, value_cache = torch.randn(9, 2, 16, 16, 4), torch.randn(9, 2, 64, 16)
         >>> query = torch.randn(3, 8, 64)
         >>> out, tables = torch.empty_like(query), torch.arange(9, dtype=torch.int32).view(3, 3)

@@ -69,7 +69,7 @@ def reshape_and_cache(
             ``PAGETILE_DEBUG=1``) a slot lies outside the cache. Nothing is written then.
         DTypeError: An argument has a wrong type.
 
-    Example:
+    Examples:
         >>> key_cache, value_cache = torch.zeros(2, 1, 2, 8, 4), torch.zeros(2, 1, 8, 8)
         >>> key = torch.arange(8.0).view(1, 1, 8)
         >>> slots = torch.tensor([9])
@@ -318,7 +318,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
         ShapeError: The numbers of elements or the devices differ, or a tensor is not contiguous.
         DTypeError: Not exactly one of the two is of 8 bits, or ``kv_dtype`` is unknown.
 
-    Example:
+    Examples:
         >>> codes, back = torch.empty(2, dtype=torch.uint8), torch.empty(2)
         >>> convert_fp8(codes, torch.tensor([3.0, -1000.0]), 0.5)
         >>> convert_fp8(back, codes, 0.5)

@@ -19,7 +19,7 @@ FLOAT8 = {
 def packing(dtype: torch.dtype) -> int:
     """Return ``x``: how many elements of a key lie side by side, 16 bytes of them.
 
-    Example:
+    Examples:
         >>> packing(torch.bfloat16), packing(torch.uint8)
         (8, 16)
     """
@@ -81,7 +81,7 @@ def pack_cache(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ShapeError: The two differ in blocks, heads or sizes, or x does not divide ``head_size``.
 
-    Example:
+    Examples:
         >>> k_cache = v_cache = torch.zeros(5, 16, 2, 64, dtype=torch.float16)
         >>> [list(cache.shape) for cache in pack_cache(k_cache, v_cache)]
         [[5, 2, 8, 16, 8], [5, 2, 64, 16]]
@@ -114,7 +114,7 @@ def unpack_cache(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor
     Raises:
         ShapeError: The two differ in blocks, heads or sizes.
 
-    Example:
+    Examples:
         >>> k_cache = torch.randn(5, 16, 2, 64)
         >>> torch.equal(unpack_cache(*pack_cache(k_cache, k_cache))[0], k_cache)
         True

@@ -98,7 +98,7 @@ def attention(
         UnsupportedError: The named ``impl`` cannot run this, or a gradient is wanted that is not
             implemented; the message says why.
 
-    Example:
+    Examples:
         >>> q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
         >>> attention(q, k, v, causal=True).out.shape
         torch.Size([2, 100, 8, 64])
@@ -137,7 +137,7 @@ def explain_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         v: As for ``attention``.
         **options: The keyword arguments of ``attention``; ``impl`` is ignored.
 
-    Example:
+    Examples:
         >>> q = torch.zeros(1, 5, 4, 64)
         >>> print(explain_attention(q.double(), q.double(), q.double()))
         hopper: no, the tensors are on cpu

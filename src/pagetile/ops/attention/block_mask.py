@@ -36,7 +36,7 @@ class BlockMask:
         ShapeError: ``mask`` has not 4 dimensions, or a block size is not a positive integer.
         DTypeError: ``mask`` is not a bool tensor.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from pagetile import BlockMask, attention
         >>> q, k, v = torch.randn(3, 1, 512, 8, 64).unbind()

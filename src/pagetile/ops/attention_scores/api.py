@@ -67,7 +67,7 @@ def attention_scores(
         DTypeError: ``q`` is not floating, or ``k`` of another type.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> q, k = torch.randn(2, 4, 12, 343, 16).unbind()
         >>> attention_scores(q, k, softmax_scale=0.25).shape
         torch.Size([4, 12, 343, 343])

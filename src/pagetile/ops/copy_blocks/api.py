@@ -62,7 +62,7 @@ def copy_blocks(
         DTypeError: ``src_to_dst`` is not int64, or a pair differs in type.
         UnsupportedError: The named ``impl`` cannot copy between these. Nothing is written then.
 
-    Example:
+    Examples:
         >>> cache = torch.arange(4.0)[:, None].repeat(1, 3)
         >>> copy_blocks([cache], torch.tensor([[3, 0], [0, 1]]))
         >>> cache[:, 0].tolist()

@@ -42,7 +42,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str = "auto") -> Attention
         DTypeError: ``lses`` is not float32, or ``outs`` is not floating.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> outs, lses = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 8)
         >>> merged = merge_states(outs, lses)
         >>> torch.allclose(merged.lse, lses.logsumexp(0), atol=1e-6)

@@ -118,7 +118,7 @@ def paged_attention(
     On a GPU the values of lengths and tables are checked under ``PAGETILE_DEBUG=1`` only, since
     the check waits for the device. Without it a wrong value reads or writes out of bounds.
 
-    Example:
+    Examples:
         >>> import torch
         >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64).unbind(0)
         >>> tables = torch.tensor([[3, 8], [5, 0]], dtype=torch.int32)
@@ -317,7 +317,7 @@ def explain_paged_attention(
         batch: As for ``paged_attention``.
         **options: The keyword arguments of ``paged_attention``; ``impl`` is ignored.
 
-    Example:
+    Examples:
         >>> import torch
         >>> cache = torch.zeros(4, 16, 2, 64, dtype=torch.float64)
         >>> lengths = torch.tensor([5], dtype=torch.int32)
@@ -364,7 +364,7 @@ def plan_paged_attention(
         UnsupportedError: As there; or the reference runs, which is not planned, or the batch has
             shared prefixes, with which a call takes no plan.
 
-    Example:
+    Examples:
         >>> import torch
         >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64).unbind(0)
         >>> batch = PagedBatch.of([[3, 8], [5]], [30, 7])

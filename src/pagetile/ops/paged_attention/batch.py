@@ -30,7 +30,7 @@ class SharedPrefixes:
     ``impl`` is for each sequence's own keys. On GPUs the prefixes have another kernel, or, with
     many rows, the prefill kernel.
 
-    Example:
+    Examples:
         >>> from dataclasses import replace
         >>> from pagetile import paged_attention
         >>> alone = PagedBatch.of([[7, 2, 5], [7, 2, 8], [7, 2, 0], [4]], [40, 33, 41, 9])
@@ -75,7 +75,7 @@ class PagedBatch:
         seq_lens     = [3, 6, 4]
         block_tables = [[7, ·], [2, 5], [0, ·]]     · is never read
 
-    Example:
+    Examples:
         >>> batch = PagedBatch(
         ...     block_tables=torch.tensor([[7, 0], [2, 5], [0, 0]], dtype=torch.int32),
         ...     seq_lens=torch.tensor([3, 6, 4], dtype=torch.int32),
@@ -139,7 +139,7 @@ class PagedBatch:
                 tokens than keys.
             DTypeError: They are not lists of 32-bit integers.
 
-        Example:
+        Examples:
             >>> batch = PagedBatch.of([[7], [2, 5], [0]], [3, 6, 4], [3, 1, 2])
             >>> batch.block_tables.tolist(), batch.cu_seqlens_q.tolist(), batch.max_seq_len
             ([[7, -1], [2, 5], [0, -1]], [0, 3, 4, 6], 6)

@@ -153,7 +153,7 @@ def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = F
             power of two of ``max_query_len * group``, for as many keys as ``max_seq_len`` and the
             block tables allow, of every sequence and KV head.
 
-    Example:
+    Examples:
         >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
         >>> h200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
         >>> make_plan(problem, h200).split_size  # as many keys for each CTA
@@ -231,7 +231,7 @@ def make_gpu_plan(
         batch_invariant: Whether a sequence's result must not depend on its neighbours.
         hopper: Whether the plan is for ``hopper_decode``.
 
-    Example:
+    Examples:
         >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
         >>> make_gpu_plan(problem, DeviceInfo("cuda", 132, "NVIDIA H200")).path
         'decode'
@@ -524,7 +524,7 @@ def choose_decode_tiles(problem: Problem, device: DeviceInfo, hopper: bool) -> D
 def kind_of(problem: Problem, hopper: bool) -> str:
     """Return the kind of problem, a key of ``decode_tiles.json``.
 
-    Example:
+    Examples:
         >>> problem = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bfloat16)
         >>> kind_of(problem, hopper=True)
         'hopper, 16-bit keys, heads up to 128'

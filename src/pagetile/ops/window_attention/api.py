@@ -89,7 +89,7 @@ def window_attention(
         DTypeError: An argument has an element type that it does not take.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> import pagetile
         >>> q, k, v = torch.randn(3, 8, 3, 27, 16)  # 8 windows of 3 × 3 × 3
         >>> result = window_attention(
@@ -120,7 +120,7 @@ def explain_window_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) ->
         v: As for ``window_attention``.
         **options: The keyword arguments of ``window_attention``; ``impl`` is ignored.
 
-    Example:
+    Examples:
         >>> q = torch.zeros(4, 3, 49, 32, dtype=torch.float64)
         >>> print(explain_window_attention(q, q, q))
         cpu: no, q is float64; float32, float16 and bfloat16 run

@@ -22,7 +22,7 @@ def rel_offsets(
     """Return a number for each token; their differences index a table of relative-position biases.
 
     The N × N index that Swin implementations store is, entry for entry,
-    ``offsets[i] - offsets[j] + centre`` with ``centre = (table_size - 1) / 2`` and::
+    ``offsets[i] - offsets[j] + centre`` with ``centre = (table_size - 1) / 2`` and:
 
         offset(x, y, z) = (x · (2·h - 1) + y) · (2·d - 1) + z      for a table of w × h × d
 
@@ -40,7 +40,7 @@ def rel_offsets(
         ShapeError: ``window`` does not fit into ``table_window``, has too few tokens, or needs a
             table whose rows int32 cannot count.
 
-    Example:
+    Examples:
         >>> rel_offsets((2, 3))
         tensor([0, 1, 2, 5, 6, 7], dtype=torch.int32)
         >>> rel_offsets((2, 2), table_window=(3, 3))
@@ -77,7 +77,7 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
 
     Rolling a map by ``-shift`` brings tokens from opposite borders into one window. Tokens of one
     region were neighbours before; where two tokens' regions differ, the shift mask applies. For a
-    line of 6 in windows of 3, shifted by 1::
+    line of 6 in windows of 3, shifted by 1:
 
         tokens after the roll   1 2 3 | 4 5 0
         regions                 0 0 0 | 1 1 2
@@ -94,7 +94,7 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
     Raises:
         ShapeError: The axes disagree, or a size is out of range.
 
-    Example:
+    Examples:
         >>> shift_regions((6,), (3,), (1,))
         tensor([[0, 0, 0],
                 [1, 1, 2]], dtype=torch.uint8)
@@ -202,7 +202,7 @@ def regions_from_mask(mask: Tensor) -> Tensor:
         DTypeError: It is not floating.
         UnsupportedError: It is on the meta device.
 
-    Example:
+    Examples:
         >>> regions_from_mask(torch.tensor([[[0.0, 0, -100], [0, 0, -100], [-100, -100, 0]]]))
         tensor([[0, 0, 2]], dtype=torch.int16)
     """

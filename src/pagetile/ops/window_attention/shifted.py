@@ -85,7 +85,7 @@ def shifted_window_attention(
         DTypeError: An argument has an element type that it does not take.
         UnsupportedError: The named ``impl`` cannot run this; the message says why.
 
-    Example:
+    Examples:
         >>> x, linear = torch.randn(1, 10, 9, 12, 48), torch.nn.Linear(48, 3 * 48)
         >>> result = shifted_window_attention(
         ...     linear(x).unflatten(-1, (3, 6, 8)),

@@ -75,7 +75,7 @@ def write_kv(
         DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
             no scales.
 
-    Example:
+    Examples:
         >>> k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64).unbind(0)
         >>> k = v = torch.ones(3, 2, 64)
         >>> write_kv(k, v, k_cache, v_cache, torch.tensor([5, -1, 40]))

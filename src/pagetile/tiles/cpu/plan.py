@@ -97,7 +97,7 @@ def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
     If that leaves threads without work, its splits become items, and if there are too few of those
     (short sequences), its heads as well.
 
-    Example:
+    Examples:
         >>> from pagetile.ops.paged_attention import Problem
         >>> problem = Problem(1, 1, 1, 32768, 32, 8, 128, 128, 16, torch.float32, torch.float32)
         >>> make_plan(problem, DeviceInfo("cpu", 2)).parallel_splits

@@ -197,7 +197,7 @@ class _StreamArguments(KernelArguments):
 def _to_float16(number: float) -> float:
     """The nearest finite float16.
 
-    Example:
+    Examples:
         >>> _to_float16(565.685), _to_float16(1e6)
         (565.5, 65504.0)
     """

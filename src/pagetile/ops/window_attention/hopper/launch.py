@@ -145,7 +145,7 @@ def normalise_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
     q is multiplied by a power of two, which is exact except for float16's subnormals.
 
-    Example:
+    Examples:
         >>> normalise_scale(torch.tensor([3.0]), -1.5)
         (tensor([-3.]), 1.5)
         >>> normalise_scale(torch.tensor([3.0]), 1 / 64)

@@ -116,7 +116,7 @@ class OneTilePlan:
 def make_one_tile_plan(problem: Problem, device: DeviceInfo, is_backward: bool) -> OneTilePlan:
     """Choose programs and stages where a window is one tile, forward or backward.
 
-    Example:
+    Examples:
         >>> import torch
         >>> problem = Problem(4096, 3, 49, 32, torch.float16)
         >>> make_one_tile_plan(problem, DeviceInfo("cuda", 132), is_backward=False)
@@ -150,7 +150,7 @@ def _loading_registers(warpgroups: int, registers: int) -> int:
 def make_plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """Choose the tiling of the forward kernel; None where the bias leaves no room for keys.
 
-    Example:
+    Examples:
         >>> import torch
         >>> plan = make_plan(Problem(343, 6, 343, 16, torch.float16), DeviceInfo("cuda", 132))
         >>> plan.warps, plan.streams, plan.piece, plan.full_pieces, plan.last_piece, plan.chunks
@@ -177,7 +177,7 @@ def make_rows_plan(problem: Problem, device: DeviceInfo) -> RowsPlan | None:
 
     Takes the fewest launches, and among those tilings the one with the fewest keys.
 
-    Example:
+    Examples:
         >>> import torch
         >>> plan = make_rows_plan(Problem(256, 4, 576, 32, torch.float16), DeviceInfo("cuda", 132))
         >>> plan.launches, plan.splits, plan.keys
@@ -250,7 +250,7 @@ def _fit_plan(
 def padded_head_size(head_size: int) -> int:
     """Columns of a tile of queries, keys or values.
 
-    Example:
+    Examples:
         >>> padded_head_size(8), padded_head_size(24)
         (16, 32)
     """

@@ -46,7 +46,7 @@ class Plan:
 def make_plan(problem: Problem, device: DeviceInfo) -> Plan:
     """Choose tiles and the number of programs.
 
-    Example:
+    Examples:
         >>> problem = Problem(343, 3, 343, 16, torch.float16, table_size=2197)
         >>> plan = make_plan(problem, DeviceInfo("cuda", 132))
         >>> plan.tiles, plan.groups, plan.chunks
@@ -103,7 +103,7 @@ def _is_odd(problem: Problem) -> bool:
 def cover(num_tokens: int, width: int) -> tuple[int, ...]:
     """Tile sizes, powers of two up to ``width``, that cover ``num_tokens`` with little padding.
 
-    Example:
+    Examples:
         >>> cover(343, 128), cover(49, 64), cover(392, 64)
         ((128, 128, 64, 32), (64,), (64, 64, 64, 64, 64, 64, 16))
     """
