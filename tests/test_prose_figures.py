@@ -84,6 +84,12 @@ def test_each_figure_in_prose_has_a_record_or_a_command(page):
     assert find_unbacked(page, page.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_row_of_a_table_has_a_figure_s_comment(page):
+    """Its bars would be the ends of cells, and what follows them would not be shown."""
+    assert re.findall(r"^\|.*<!-- figure:", page.read_text("utf-8"), re.MULTILINE) == []
+
+
 def test_the_commands_that_pages_name_exist():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     modules = set(re.findall(r"`[^`]*python -m benchmarks\.(\w+)", text))
