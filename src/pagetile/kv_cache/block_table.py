@@ -81,7 +81,7 @@ class BlockTable:
         """Reserve slots for the next tokens.
 
         Returns:
-            Block copies ``(src, dst)`` to be made before the tokens are written: none, or one
+            Block copies ``(src, dst)`` to be made before the tokens are written; none, or one
             when the partly filled last block is shared. ``src`` is no longer held through this
             table, so the copy must also come before anything else that is written to ``src``.
 

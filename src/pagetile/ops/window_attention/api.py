@@ -80,7 +80,7 @@ def window_attention(
             implementation runs or raises.
 
     Returns:
-        ``AttentionOutput(out, lse)``: ``out`` like ``q``, with the heads of a token contiguous, so
+        ``AttentionOutput(out, lse)``; ``out`` like ``q``, with the heads of a token contiguous, so
         that ``out.transpose(1, 2).flatten(2)`` is a view; ``lse`` float32
         ``[num_windows, num_heads, num_tokens]``, natural logarithm (float64 for float64).
 

@@ -88,7 +88,7 @@ def shift_regions(grid: Sequence[int], window: Sequence[int], shift: Sequence[in
         shift: How far the map is rolled along each axis; 0 where it is not.
 
     Returns:
-        uint8 ``[num_windows, num_tokens]`` on the CPU: windows in the order of the grid, the last
+        uint8 ``[num_windows, num_tokens]`` on the CPU; windows in the order of the grid, the last
         axis fastest. int32 from six axes on, which have more regions than uint8 has numbers.
 
     Raises:

@@ -76,7 +76,7 @@ def shifted_window_attention(
         impl: As for ``window_attention``.
 
     Returns:
-        ``AttentionOutput(out, lse)``: ``out`` ``[batch, *grid, num_heads, head_size]``,
+        ``AttentionOutput(out, lse)``; ``out`` ``[batch, *grid, num_heads, head_size]``,
         contiguous, so that ``out.flatten(-2)`` is free; ``lse`` float32
         ``[batch, *grid, num_heads]``.
 
