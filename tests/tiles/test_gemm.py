@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from machine_code import loops_of_products, spills
 from numba import njit, types
 
 from pagetile.device import cpu_features
 from pagetile.tiles.cpu.gemm import load_rows, multiply, transpose
 from pagetile.tiles.cpu.microkernels import mix_tile, score_tile
+from pagetile.tiles.cpu.simd_pairs import as_operand
 
 RANDOM = np.random.default_rng(0)
 
@@ -41,6 +43,27 @@ def test_products_are_numpys(rows, columns, steps, transposed, adds):
     assert np.isnan(c[rows]).all()
     assert np.isnan(c[:, :16]).all()
     assert np.isnan(c[:, columns + 16 :]).all()
+
+
+@njit
+def run_pairs(c, c_row, a, b, b_at, rows, columns, steps):
+    multiply(
+        c, 0, c_row, as_operand(a), 0, steps, 1, as_operand(b), columns, rows, columns, steps, True,
+        b_at,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="no products of pairs")
+@pytest.mark.parametrize(("rows", "columns", "steps"), [(4, 16, 1), (8, 64, 3), (12, 112, 17)])
+def test_products_of_pairs_are_numpys(rows, columns, steps):
+    a, b = (torch.randn(n, 2 * steps).bfloat16() for n in (rows, columns))
+    c = np.ones((rows, columns + 16), np.float32)
+    zipped = b.view(columns, steps, 2).transpose(0, 1).contiguous()
+    bits = [x.view(torch.uint16).numpy().reshape(-1) for x in (a, torch.cat([zipped[:1], zipped]))]
+    run_pairs(c.reshape(-1), columns + 16, *bits, columns, rows, columns, steps)
+    wanted = 1 + a.float().numpy() @ b.float().numpy().T
+    np.testing.assert_allclose(c[:, :columns], wanted, rtol=1e-5, atol=1e-5)
+    assert (c[:, columns:] == 1).all()
 
 
 def test_a_sum_has_the_same_bits_in_every_block():
@@ -77,6 +100,14 @@ SIGNATURES = {
     mix: (FLOATS, FLOATS, INDEX, FLOATS, INDEX, FLOATS, INDICES, INDICES, INDEX, INDEX),
     score: (FLOATS, FLOATS, INDEX, FLOATS, INDICES, INDICES, INDEX, INDEX),
 }  # fmt: skip
+
+
+@pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="no products of pairs")
+def test_sums_of_pairs_stay_in_registers():
+    signature = FLOATS, INDEX, *[types.uint16[::1]] * 2, *[INDEX] * 4
+    loops = loops_of_products(run_pairs.py_func, signature, "dpbf16")
+    assert len(loops) >= 2
+    assert not [line for loop in loops for line in spills(loop)]
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="fewer registers than a block needs")

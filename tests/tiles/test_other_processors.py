@@ -45,11 +45,19 @@ def paged(dtype, **options):
     assert_matches(inputs.attend(impl="cpu"), inputs)
 
 
+def windows(x, dtype):
+    results = []
+    for impl in ("cpu", "reference"):
+        out = window_attention(x, x, x, impl=impl).out
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), x)))
+    for got, wanted in zip(*results, strict=True):
+        close(got, wanted, dtype)
+
+
 def others(dtype):
     x = torch.randn(2, 3, 49, 32).to(dtype)
     close(attention_scores(x, x, impl="cpu"), attention_scores(x, x, impl="reference"), dtype)
-    wanted, got = (window_attention(x, x, x, impl=impl).out for impl in ("reference", "cpu"))
-    close(got, wanted, dtype)
+    windows(x.clone().requires_grad_(), dtype)
     outs, lses = torch.randn(3, 5, 2, 16).to(dtype), torch.randn(3, 5, 2)
     wanted, got = (merge_states(outs, lses, impl=impl).out for impl in ("reference", "cpu"))
     close(got, wanted, dtype)

@@ -35,7 +35,16 @@ from pagetile.tiles.cpu.simd import (
     where_less,
     zeros,
 )
-from pagetile.tiles.cpu.simd_pairs import dot_pairs, load_pairs, splat_pair, zip_high, zip_low
+from pagetile.tiles.cpu.simd_pairs import (
+    dot_pairs,
+    interleave,
+    load_pairs,
+    round_pairs,
+    splat_pair,
+    store_pairs,
+    zip_high,
+    zip_low,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -353,6 +362,23 @@ def test_dot_pairs_adds_two_products_to_each_lane():
     dot(to, acc, flat(a), flat(b))
     products = (a.double() * b.double()).view(16, 2).sum(dim=1).numpy()
     np.testing.assert_allclose(to, acc + products, rtol=0, atol=1e-6)
+
+
+@njit
+def round_and_interleave(to, a, b):
+    rounded = round_pairs(load(a, 0), load(b, 0))
+    store_pairs(to, 0, rounded)
+    store_pairs(to, 32, interleave(rounded))
+
+
+@needs_bf16_dot
+def test_rounding_two_vectors_to_bfloat16_and_interleaving_them():
+    a, b = (torch.from_numpy(numbers(16, seed=seed)) for seed in (1, 2))
+    a[:3] = torch.tensor([torch.inf, 1 + 2**-8, 1 + 3 * 2**-8])  # two ties, to even
+    to = torch.zeros(64, dtype=torch.bfloat16)
+    round_and_interleave(flat(to), flat(a), flat(b))
+    assert torch.equal(to[:32], torch.cat([a, b]).bfloat16())
+    assert torch.equal(to[32:], torch.stack([a, b], dim=1).flatten().bfloat16())
 
 
 # --- threads ------------------------------------------------------------------------------

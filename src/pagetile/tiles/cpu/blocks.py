@@ -34,6 +34,7 @@ from ...device import vector_registers
 from .compile import inner
 from .formats import load_lanes, store_lanes
 from .simd import emit_prefetch, f32x16, pointer_to
+from .simd_pairs import dot_pairs_of
 
 _REGISTER, _COUNT = vector_registers()
 _NUMBERS = _REGISTER * _COUNT
@@ -74,7 +75,7 @@ def _multiply_add(builder, a, b, c):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
 
 
-def add_products(builder, steps, sums, load_operands, step=1):
+def add_products(builder, steps, sums, load_operands, step=1, multiply=_multiply_add):
     """Emit the loop over ``k``: 0, ``step``, … below ``steps``; returns the sums after it.
 
     Args:
@@ -83,6 +84,7 @@ def add_products(builder, steps, sums, load_operands, step=1):
         sums: The initial sums: vectors by (row, column) of the block.
         load_operands: Emits the loads of a step ``k``; returns vectors by row, and by column.
         step: The increment of ``k``, a constant.
+        multiply: Emits ``a * b + c``.
     """
     before, body = builder.basic_block, builder.append_basic_block("products")
     after = builder.append_basic_block("summed")
@@ -91,7 +93,7 @@ def add_products(builder, steps, sums, load_operands, step=1):
     k = builder.phi(I64)
     held = {place: builder.phi(start.type) for place, start in sums.items()}
     left, right = load_operands(k)
-    grown = {(r, v): _multiply_add(builder, left[r], right[v], held[r, v]) for r, v in sums}
+    grown = {(r, v): multiply(builder, left[r], right[v], held[r, v]) for r, v in sums}
     following = builder.add(k, I64(step))
     last = builder.basic_block
     builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
@@ -140,9 +142,13 @@ def multiply_block(
     typingctx, c, c_at, c_row, a, a_at, a_row, a_step, b, b_at, b_step, steps, adds, rows, most,
     columns,
 ):  # fmt: skip
-    """``c[r, n] = Σ_k a[r, k] · b[k, n]``, or ``+=``, for a block of rows and literal columns."""
+    """``c[r, n] = Σ_k a[r, k] · b[k, n]``, or ``+=``, for a block of rows and literal columns.
+
+    Elements of ``a`` and ``b`` may be pairs of bfloat16 (uint32), whose products are both added.
+    """
     vectors, most = range(columns.literal_value // LANES), most.literal_value
     c_type, a_type, b_type = c.dtype, a.dtype, b.dtype
+    multiply = dot_pairs_of if a_type == types.uint32 else _multiply_add
 
     def codegen(context, builder, sig, args):
         _, c_at, c_row, _, a_at, a_row, a_step, _, b_at, b_step, steps, adds, rows, _, _ = args
@@ -165,7 +171,7 @@ def multiply_block(
                 return left, right
 
             sums = _load_if(builder, adds, c_type, targets)
-            totals = add_products(builder, steps, sums, load_operands)
+            totals = add_products(builder, steps, sums, load_operands, multiply=multiply)
             for place, to in targets.items():
                 store_lanes(builder, c_type, to, totals[place])
 

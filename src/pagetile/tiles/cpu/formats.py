@@ -4,6 +4,7 @@
 NumPy    holds                      load and store
 =======  =========================  ================================================
 float32  float32                    unchanged
+uint32   a pair of bfloat16         unchanged: these lanes are moved, or multiplied as pairs
 uint16   the bits of a bfloat16     shift by 16; round to nearest even
 int16    the bits of a float16      convert
 int8     int8                       convert; round to nearest even, ±127 at most
@@ -277,6 +278,7 @@ def _look_up(builder, pointer, table):
 
 _LOADS = {
     types.float32: _load_f32,
+    types.uint32: _load_f32,
     types.uint16: _load_bf16,
     types.int16: _load_f16,
     types.int8: _load_int8,
@@ -286,6 +288,7 @@ _LOADS = {
 
 _ENCODINGS = {
     types.float32: _encode_f32,
+    types.uint32: _encode_f32,
     types.uint16: _encode_bf16,
     types.int16: _encode_f16,
     types.int8: _encode_int8,

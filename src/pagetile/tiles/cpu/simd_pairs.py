@@ -11,6 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
+from numba.np.arrayobj import populate_array
 
 from .formats import BFLOATS, SHORTS, load_bf16_bits, load_lanes
 from .simd import LANES, VECTOR, _muladd, _splat, f32x16, pointer_to
@@ -88,18 +89,74 @@ def dot_pairs(typingctx, acc, a, b):
 
     def codegen(context, builder, sig, args):
         acc, a, b = args
-        return _dot_pairs(builder, a, b, acc)
+        return dot_pairs_of(builder, a, b, acc)
 
     return f32x16(f32x16, bf16x32, bf16x32), codegen
 
 
-def _dot_pairs(builder, a, b, acc):
+def dot_pairs_of(builder, a, b, acc):
+    """Emit ``dot_pairs`` of sixteen pairs as lanes of any type."""
     fn = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(VECTOR, [VECTOR, BFLOATS, BFLOATS]),
         "llvm.x86.avx512bf16.dpbf16ps.512",
     )
     return builder.call(fn, [acc, builder.bitcast(a, BFLOATS), builder.bitcast(b, BFLOATS)])
+
+
+@intrinsic
+def round_pairs(typingctx, a, b):
+    """The lanes of ``a``, then those of ``b``, rounded to bfloat16; needs AVX512-BF16."""
+
+    def codegen(context, builder, sig, args):
+        a, b = args
+        kind = ir.FunctionType(BFLOATS, [VECTOR, VECTOR])
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.bitcast(builder.call(function, [b, a]), SHORTS)
+
+    return bf16x32(f32x16, f32x16), codegen
+
+
+@intrinsic
+def interleave(typingctx, a):
+    """The pairs (a[i], a[16 + i])."""
+
+    def codegen(context, builder, sig, args):
+        order = [lane for i in range(LANES) for lane in (i, LANES + i)]
+        return builder.shuffle_vector(*args, *args, ir.Constant(ir.VectorType(_I32, 32), order))
+
+    return bf16x32(bf16x32), codegen
+
+
+@intrinsic
+def store_pairs(typingctx, array, index, value):
+    """``array[index : index + 32] = value`` (uint16)."""
+
+    def codegen(context, builder, sig, args):
+        pointer = pointer_to(context, builder, sig.args[0], args[0], args[1], SHORTS)
+        builder.store(args[2], pointer, align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, bf16x32), codegen
+
+
+@intrinsic
+def as_operand(typingctx, array):
+    """An array as ``gemm.multiply`` takes it: float32, or bfloat16 (uint16) as pairs (uint32)."""
+    if not are_pairs(array):
+        return array(array), lambda context, builder, sig, args: args[0]
+    pairs = types.Array(types.uint32, 1, "C")
+
+    def codegen(context, builder, sig, args):
+        before = context.make_array(array)(context, builder, args[0])
+        made = context.make_array(pairs)(context, builder)
+        data = builder.bitcast(before.data, made.data.type)
+        many, size = builder.lshr(before.nitems, ir.IntType(64)(1)), ir.IntType(64)(4)
+        populate_array(made, data, [many], [size], size, None)
+        return made._getvalue()
+
+    return pairs(array), codegen
 
 
 # --- by the type of the left operand ---------------------------------------------------------
@@ -177,7 +234,7 @@ def load_weights(typingctx, p, index):
 @intrinsic
 def dot(typingctx, a, b, total):
     """``a * b + total``, or the sum of both products of each pair and ``total``."""
-    multiply = _dot_pairs if a == bf16x32 else _muladd
+    multiply = dot_pairs_of if a == bf16x32 else _muladd
 
     def codegen(context, builder, sig, args):
         return multiply(builder, *args)

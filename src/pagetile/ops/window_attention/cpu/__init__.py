@@ -7,16 +7,19 @@
             for each block of rows:       gather their bias from the table, once per group
                 for each window:          scores, bias, softmax, output — or their gradients
 
-Keys and values of a group fit in the L2 cache, and a tile of scores in L1; nothing larger is
-allocated. A part sums its gradient of the table in the order of its windows, and the parts are
-added in order. Parts depend on shapes alone, so two runs give the same bits with any number of
-threads.
+Keys, values and a block of scores fit in the L2 cache; nothing larger is allocated. A part sums its
+gradient of the table in the order of its windows, and the parts are added in order. Parts depend on
+shapes alone, so two runs give the same bits with any number of threads.
 
-Computes in float32; float16 and bfloat16 are converted as they are read and written. A dense bias
-or mask is read in place if it is contiguous float32 and copied to that otherwise; each part has a
-gradient of the bias of its own. Several biases are left to the reference.
+Computes in float32; float16 and bfloat16 are converted as they are read and written. With
+AVX512-BF16, bfloat16 is multiplied as it is, and weights and score gradients are rounded to it for
+products, not for the sum of a row or the gradient of the bias. Cosine attention is converted: its
+normalised rows are no bfloat16.
 
-In the kernels, ``x`` holds a call's inputs, ``z`` the sizes of tiles and blocks (``sizes_of``), and
+A dense bias or mask is read in place if it is contiguous float32 and copied to that otherwise; each
+part has a gradient of the bias of its own. Several biases are left to the reference.
+
+In the kernels, ``x`` holds a call's inputs, ``z`` the sizes of blocks (``sizes_of``), and
 ``w`` a thread's scratch arrays.
 """
 
@@ -42,13 +45,15 @@ _PARTS, _WORK_ITEMS, _WINDOWS = 32, 32, 16
 """Most parts of the windows, each with its own gradient of a head's table or dense bias; target
 number of work items; fewest windows of a part beyond that, since every part gathers its bias."""
 
-_NOTHING, _NO_REGIONS = np.empty(0, np.float32), np.empty(0, np.int64)
+_NOTHING, _NO_REGIONS, _BFLOATS = (np.empty(0, t) for t in (np.float32, np.int64, np.uint16))
 
-# The arguments that the forward and the backward kernel share.
+# The arguments that the forward and the backward kernel share. ``element`` is an empty array of the
+# type that products take.
 _Inputs = namedtuple(
     "_Inputs",
     "q k v q_strides k_strides v_strides table table_size offsets bias regions mask num_masks "
-    "logit_scale softmax_scale mask_value eps num_windows num_heads num_tokens size parts counter",
+    "logit_scale softmax_scale mask_value eps num_windows num_heads num_tokens size parts counter"
+    " element",
 )
 
 
@@ -145,6 +150,9 @@ def _kernel_inputs(problem, x):
     parts = max(1, min(parts, problem.num_windows, _PARTS))
     counter = np.zeros(1, np.int64)
     sizes = problem.num_windows, problem.num_heads, problem.num_tokens, problem.head_size
-    inputs = _Inputs(*arrays, *strides, *added, *numbers, *sizes, parts, counter)  # type: ignore[call-arg]
+    device = DeviceInfo.of(x.q.device)
+    is_paired = device.bf16_dot and problem.dtype == torch.bfloat16 and not problem.cosine
+    element = _BFLOATS if is_paired else _NOTHING
+    inputs = _Inputs(*arrays, *strides, *added, *numbers, *sizes, parts, counter, element)  # type: ignore[call-arg]
     work = problem.num_windows * problem.num_heads * problem.num_tokens**2 * problem.head_size
-    return inputs, DeviceInfo.of(x.q.device).num_workers if work > 1 << 18 else 1
+    return inputs, device.num_workers if work > 1 << 18 else 1

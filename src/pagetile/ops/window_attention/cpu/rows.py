@@ -2,7 +2,8 @@
 
 A window's keys and values are transposed, ``[depth, width]``, so that the sixteen lanes of a vector
 are sixteen keys for any head size, 4 as well as 64. ``width`` is the number of keys, padded to a
-multiple of 32; a padded key has a bias of -inf. Queries are stored by rows, ``ROWS`` to a tile.
+multiple of 32; a padded key has a bias of -inf. Queries are stored by rows. ``operands`` has the
+layouts of bfloat16 pairs.
 """
 
 from __future__ import annotations
@@ -33,11 +34,9 @@ from ....tiles.cpu.simd import (
     zeros,
 )
 
-ROWS = 8
-"""Queries of a tile, which share each read of keys and values from the L2 cache."""
 NO_NORM = np.float32(-1)
 """``eps`` of rows that are not normalised."""
-_AHEAD = 12
+AHEAD = 12
 """Prefetch distance in tokens, for rows that are far apart in memory."""
 
 
@@ -66,11 +65,11 @@ def transpose(into, at, x, x_at, x_token, num_tokens, width, size, depth):
     """Transpose tokens' rows to ``[depth, width]``."""
     into[at : at + depth * width] = 0
     if size >= 16:
-        _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size)
+        transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size)
         return
     for n in range(num_tokens):
         row = x_at + n * x_token
-        prefetch(x, row + _AHEAD * x_token)
+        prefetch(x, row + AHEAD * x_token)
         for d in range(size):
             store_one(into, at + d * width + n, load_one(x, row + d))
 
@@ -111,7 +110,7 @@ def normalise_gradient(gradient, columns, at, inverses, inverses_at, width, size
 
 
 @inner()
-def _transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
+def transpose_plain(into, at, x, x_at, x_token, num_tokens, width, size):
     """Transpose sixteen tokens at a time; the last columns overlap those before."""
     for n in range(0, num_tokens, 16):
         row, left = x_at + n * x_token, num_tokens - n
@@ -186,16 +185,16 @@ def _column(x, at, width, number, factor):
 
 
 @inner()
-def copy_rows(into, at, x, x_at, x_token, num_rows, size, depth, scale, eps):
-    """Copy tokens' rows times ``scale`` to ``[num_rows, depth]``, padded with zeros.
+def copy_rows(into, at, x, x_at, x_token, num_rows, size, depth, eps):
+    """Copy tokens' rows to ``[num_rows, depth]``, padded with zeros.
 
     They are divided by their norms, unless ``eps`` is ``NO_NORM``.
     """
     for r in range(num_rows):
         row, to = x_at + r * x_token, at + r * depth
         for d in range(0, size, 16):
-            prefetch(x, row + _AHEAD * x_token + d)
-        factor = scale * inverse_norm(x, row, size, eps) if eps >= 0 else scale
+            prefetch(x, row + AHEAD * x_token + d)
+        factor = inverse_norm(x, row, size, eps) if eps >= 0 else np.float32(1)
         write_row(into, to, x, row, factor, size)
         into[to + size : to + depth] = 0
 

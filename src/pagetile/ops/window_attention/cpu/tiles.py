@@ -1,4 +1,4 @@
-"""The inner loops of window attention on a CPU, a tile of rows of scores at a time.
+"""The inner loops of window attention on a CPU, a block of rows of scores at a time.
 
 Products keep their results in registers; ``rows`` describes the layouts of their operands. Scores
 are in base 2: multiplied by log2(e).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ....tiles.cpu.compile import folded, inner
+from ....tiles.cpu.compile import inner
 from ....tiles.cpu.gemm import multiply
 from ....tiles.cpu.microkernels import store_4x4
 from ....tiles.cpu.simd import (
@@ -29,16 +29,20 @@ from ....tiles.cpu.simd import (
     where_less,
     zeros,
 )
-from .rows import ROWS
+from ....tiles.cpu.simd_pairs import as_operand, keys_of
+from .operands import store_32
 
 # --- products --------------------------------------------------------------------------------
 
 
 @inner()
-def score(s, rows, num_rows, keys, at, width, depth):
+def score(s, rows, num_rows, keys, slot, z, size):
     """``s[r, n] = Σ_d rows[r, d] · keys[d, n]`` for rows by fours."""
-    padded = (num_rows + 3) // 4 * 4
-    multiply(s, 0, width, rows, 0, depth, 1, keys, width, padded, width, depth, False, at)
+    step, padded = keys_of(rows), (num_rows + 3) // 4 * 4
+    multiply(
+        s, 0, z.width, as_operand(rows), 0, z.row // step, 1, as_operand(keys), z.width, padded,
+        z.width, (size + step - 1) // step, False, slot * z.slot // step,
+    )  # fmt: skip
 
 
 @inner()
@@ -76,101 +80,59 @@ def mix_columns(result, weights, num_rows, values, at, width, depth):
 
 
 @inner()
-def mix_rows(result, weights, num_rows, values, at, num_tokens, width, depth):
-    """Like ``mix_columns`` for ``values[n, d]``, which needs no sums over lanes."""
-    wide, padded = depth // 32 * 32, (num_rows + 3) // 4 * 4
-    if wide > 0:
-        multiply(
-            result, 0, depth, weights, 0, width, 1, values, depth, padded, wide, num_tokens, False,
-            at,
-        )  # fmt: skip
-    if wide < depth:
-        for r in range(0, num_rows, 4):
-            _mix_4x16(result, weights, r, values, at + wide, wide, num_tokens, width, depth)
-
-
-@folded()
-def _mix_4x16(result, weights, r, values, at, d, num_tokens, width, depth):
-    """Sixteen columns with separate sums of even and odd tokens, which hides latency."""
-    w0 = r * width
-    w1, w2, w3 = w0 + width, w0 + 2 * width, w0 + 3 * width
-    a0 = a1 = a2 = a3 = zeros()
-    b0 = b1 = b2 = b3 = zeros()
-    for n in range(0, num_tokens - 1, 2):
-        v = load(values, at + n * depth)
-        a0, a1 = fma(splat(weights[w0 + n]), v, a0), fma(splat(weights[w1 + n]), v, a1)
-        a2, a3 = fma(splat(weights[w2 + n]), v, a2), fma(splat(weights[w3 + n]), v, a3)
-        v = load(values, at + (n + 1) * depth)
-        b0, b1 = fma(splat(weights[w0 + n + 1]), v, b0), fma(splat(weights[w1 + n + 1]), v, b1)
-        b2, b3 = fma(splat(weights[w2 + n + 1]), v, b2), fma(splat(weights[w3 + n + 1]), v, b3)
-    if num_tokens % 2:
-        n = num_tokens - 1
-        v = load(values, at + n * depth)
-        a0, a1 = fma(splat(weights[w0 + n]), v, a0), fma(splat(weights[w1 + n]), v, a1)
-        a2, a3 = fma(splat(weights[w2 + n]), v, a2), fma(splat(weights[w3 + n]), v, a3)
-    to = r * depth + d
-    store(result, to, add(a0, b0))
-    store(result, to + depth, add(a1, b1))
-    store(result, to + 2 * depth, add(a2, b2))
-    store(result, to + 3 * depth, add(a3, b3))
-
-
-@folded()
 def mix_window(result, weights, by_rows, by_columns, slot, x, z, num_rows):
-    """Multiply a tile of weights with the window in ``slot``, by rows or columns (``sizes_of``)."""
-    if z.columns:
-        at = slot * x.num_tokens * z.columns
-        mix_rows(result, weights, num_rows, by_rows, at, x.num_tokens, z.width, z.columns)
-    else:
-        mix_columns(
-            result, weights, num_rows, by_columns, slot * z.depth * z.width, z.width, z.depth
-        )
+    """Multiply a block of weights with a window, by rows or by columns (``sizes_of``)."""
+    if z.columns == 0:
+        mix_columns(result, weights, num_rows, by_columns, slot * z.slot, z.width, z.depth)
+        return
+    step, padded = keys_of(weights), (num_rows + 3) // 4 * 4
+    multiply(
+        result, 0, z.columns, as_operand(weights), 0, z.width // step, 1, as_operand(by_rows),
+        z.columns, padded, z.columns, (x.num_tokens + step - 1) // step, False,
+        slot * z.tokens * z.columns // step,
+    )  # fmt: skip
 
 
 @inner()
-def add_outer(into, at, weights, rows, width, depth):
-    """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: the gradients of both products.
-
-    Adds all eight rows of a tile at once, since loads and stores of ``into`` are the bottleneck.
-    """
-    for n in range(0, width, 16):
-        w0, w1 = load(weights, n), load(weights, width + n)
-        w2, w3 = load(weights, 2 * width + n), load(weights, 3 * width + n)
-        w4, w5 = load(weights, 4 * width + n), load(weights, 5 * width + n)
-        w6, w7 = load(weights, 6 * width + n), load(weights, 7 * width + n)
-        for d in range(depth):
-            here = at + d * width + n
-            acc = fma(splat(rows[d]), w0, load(into, here))
-            acc = fma(splat(rows[depth + d]), w1, acc)
-            acc = fma(splat(rows[2 * depth + d]), w2, acc)
-            acc = fma(splat(rows[3 * depth + d]), w3, acc)
-            acc = fma(splat(rows[4 * depth + d]), w4, acc)
-            acc = fma(splat(rows[5 * depth + d]), w5, acc)
-            acc = fma(splat(rows[6 * depth + d]), w6, acc)
-            store(into, here, fma(splat(rows[7 * depth + d]), w7, acc))
+def add_outer(into, slot, weights, rows, z, num_rows):
+    """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: the gradients of both products."""
+    step, padded = keys_of(weights), (num_rows + 3) // 4 * 4
+    multiply(
+        into, slot * z.depth * z.width, z.width, as_operand(rows), 0, 1, z.row, as_operand(weights),
+        z.width, z.depth, z.width, padded // step, True,
+    )  # fmt: skip
 
 
 @inner()
 def inner_products(into, x, depth, y, y_at, y_row, num_rows, size):
-    """``into[r] = Σ_d x[r, d] · y[r, d]`` for the rows of a tile."""
+    """``into[r] = Σ_d x[r, d] · y[r, d]`` for the rows of a block."""
+    for r in range(0, num_rows, 8):
+        count = min(8, num_rows - r)
+        _inner_products_8(into, r, x, depth, y, y_at + r * y_row, y_row, count, size)
+
+
+@inner()
+def _inner_products_8(into, at, x, depth, y, y_at, y_row, num_rows, size):
+    """``inner_products`` of up to eight rows from ``at`` on; eight more elements are set to 0."""
     a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = zeros()
     y1, y2, y3 = y_at + y_row, y_at + 2 * y_row, y_at + 3 * y_row
     y4, y5, y6, y7 = y_at + 4 * y_row, y1 + 4 * y_row, y2 + 4 * y_row, y3 + 4 * y_row
-    whole = size // 16 * 16 if num_rows == ROWS else 0
-    for d in range(0, whole, 16):
-        a0 = fma(load(x, d), load(y, y_at + d), a0)
-        a1 = fma(load(x, depth + d), load(y, y1 + d), a1)
-        a2 = fma(load(x, 2 * depth + d), load(y, y2 + d), a2)
-        a3 = fma(load(x, 3 * depth + d), load(y, y3 + d), a3)
-        a4 = fma(load(x, 4 * depth + d), load(y, y4 + d), a4)
-        a5 = fma(load(x, 5 * depth + d), load(y, y5 + d), a5)
-        a6 = fma(load(x, 6 * depth + d), load(y, y6 + d), a6)
-        a7 = fma(load(x, 7 * depth + d), load(y, y7 + d), a7)
+    whole, x0 = size // 16 * 16 if num_rows == 8 else 0, at * depth
+    for d in range(x0, x0 + whole, 16):
+        n = d - x0
+        a0 = fma(load(x, d), load(y, y_at + n), a0)
+        a1 = fma(load(x, depth + d), load(y, y1 + n), a1)
+        a2 = fma(load(x, 2 * depth + d), load(y, y2 + n), a2)
+        a3 = fma(load(x, 3 * depth + d), load(y, y3 + n), a3)
+        a4 = fma(load(x, 4 * depth + d), load(y, y4 + n), a4)
+        a5 = fma(load(x, 5 * depth + d), load(y, y5 + n), a5)
+        a6 = fma(load(x, 6 * depth + d), load(y, y6 + n), a6)
+        a7 = fma(load(x, 7 * depth + d), load(y, y7 + n), a7)
     z = zeros()
-    store(into, 0, sum_each((a0, a1, a2, a3, a4, a5, a6, a7, z, z, z, z, z, z, z, z)))
+    store(into, at, sum_each((a0, a1, a2, a3, a4, a5, a6, a7, z, z, z, z, z, z, z, z)))
     for r in range(num_rows):
         for d in range(whole, size):
-            into[r] += x[r * depth + d] * load_one(y, y_at + r * y_row + d)
+            into[at + r] += load_one(x, x0 + r * depth + d) * load_one(y, y_at + r * y_row + d)
 
 
 @inner()
@@ -188,21 +150,25 @@ def subtract_row(x, at, y, y_at, scale, factor, size):
 
 
 @inner()
-def add_bias_and_mask(s, bias, bias_at, regions, regions_at, first, num_rows, width, mask_value):
-    """Add bias and mask to a tile of scores; ``regions_at`` is -1 for a window of one region."""
+def add_bias_and_mask(s, scale, bias, regions, regions_at, first, num_rows, width, value):
+    """Multiply a block of scores by ``scale`` and add bias and mask, ``value`` where it is masked.
+
+    ``regions_at`` is -1 for a window of one region.
+    """
+    factor = splat(scale)
     for r in range(num_rows):
         at = r * width
         if regions_at < 0:
             for n in range(at, at + width, 16):
-                store(s, n, add(load(s, n), load(bias, bias_at + n)))
+                store(s, n, fma(load(s, n), factor, load(bias, n)))
             continue
         row_region = splat(regions[regions_at + first + r])
         for n in range(0, width, 16):
-            value = add(load(s, at + n), load(bias, bias_at + at + n))
+            score = fma(load(s, at + n), factor, load(bias, at + n))
             difference = sub(load(regions, regions_at + n), row_region)
-            masked = add(value, splat(mask_value))
-            value = where_less(mul(difference, difference), splat(np.float32(0.5)), value, masked)
-            store(s, at + n, value)
+            masked = add(score, splat(value))
+            score = where_less(mul(difference, difference), splat(np.float32(0.5)), score, masked)
+            store(s, at + n, score)
 
 
 @inner()
@@ -218,8 +184,8 @@ def add_dense(s, x, x_at, num_rows, num_tokens, width):
 
 
 @inner()
-def softmax_rows(s, num_rows, stats, width):
-    """Turn rows of scores into weights; ``stats`` gets their maxima, and their sums from 16 on."""
+def softmax_rows(weights, s, num_rows, maxima, sums, width):
+    """Turn rows of scores into weights, and rows up to a multiple of four into zeros."""
     for r in range(num_rows):
         at = r * width
         highest = splat(np.float32(-np.inf))
@@ -227,31 +193,10 @@ def softmax_rows(s, num_rows, stats, width):
             highest = maximum(load(s, n), highest)
         m = max_lanes(highest)
         pivot = splat(m if m > -np.inf else np.float32(0))
-        sums = zeros()
-        for n in range(at, at + width, 16):
-            p = exp2(sub(load(s, n), pivot))
-            store(s, n, p)
-            sums = add(sums, p)
-        stats[r], stats[16 + r] = m, sum_lanes(sums)
-
-
-@inner()
-def recompute_weights(s, ds, tops, deltas, num_rows, width):
-    """Turn rows of scores into the weights of the forward pass, and into score gradients.
-
-    ``s = 2 ** (s - top)``, ``ds = s · (ds - delta)``.
-    """
-    for r in range(num_rows):
-        pivot = splat(tops[r] if tops[r] > -np.inf else np.float32(0))
-        shift = splat(deltas[r])
-        for n in range(r * width, (r + 1) * width, 16):
-            p = exp2(sub(load(s, n), pivot))
-            store(s, n, p)
-            store(ds, n, mul(p, sub(load(ds, n), shift)))
-
-
-@inner()
-def accumulate(into, at, x, size):
-    """``into[at + n] += x[n]``."""
-    for n in range(0, size, 16):
-        store(into, at + n, add(load(into, at + n), load(x, n)))
+        total = zeros()
+        for n in range(at, at + width, 32):
+            p0, p1 = exp2(sub(load(s, n), pivot)), exp2(sub(load(s, n + 16), pivot))
+            store_32(weights, n, p0, p1)
+            total = add(total, add(p0, p1))
+        maxima[r], sums[r] = m, sum_lanes(total)
+    weights[num_rows * width : (num_rows + 3) // 4 * 4 * width] = 0
