@@ -20,6 +20,7 @@ from pagetile import (
     shift_regions,
     window_attention,
 )
+from pagetile.ops.window_attention import reference
 from pagetile.testing import poisoned_memory
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -517,6 +518,27 @@ def test_saved_tensors_may_come_back_in_another_layout(impl):
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def test_saved_tensors_may_come_back_at_any_address(monkeypatch):
+    """GPU kernels load 16 bytes of the output at a time, so that a misaligned one is a fault."""
+    starts, backward = [], reference.backward
+
+    def record(problem, x, out, *rest):
+        starts.append(out.data_ptr() % 16)
+        return backward(problem, x, out, *rest)
+
+    def shift(tensor):
+        memory = tensor.new_empty(2 * tensor.untyped_storage().nbytes() // tensor.element_size())
+        return memory.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+    monkeypatch.setattr(reference, "backward", record)
+    inputs = make(Case((3, 3), images=1), "reference")
+    wanted = inputs.attend("reference")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), shift):
+        found = inputs.attend("reference")
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert starts == [0, 0]
+
+
 HIDDEN = [
     pytest.param("reference", (4, 4), 8),
     pytest.param("triton", (4, 4), 8, marks=pytest.mark.interpret),
@@ -759,6 +781,32 @@ def test_tokens_may_be_any_in_any_order(window, chosen):
     options = {"bias_table": table, "rel_offsets": offsets}
     expected = window_attention(q, q, q, **options, impl="reference").out
     torch.testing.assert_close(window_attention(q, q, q, **options).out, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gradients_of_a_row_with_an_infinite_score_are_nan(dtype):
+    """Its weights of all keys are unknown, and so are the gradients of the keys."""
+    q, k, v = torch.ones(3, 2, 1, 9, 16, dtype=dtype).unbind()
+    k[0, 0, 3, 5] = math.inf
+    rows = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = window_attention(*rows, impl="cpu").out
+    for gradient in torch.autograd.grad(out[:, :, :, 0].sum(), rows):
+        assert gradient[0].isnan().all()
+        assert gradient[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["regions", "mask"])
+def test_the_least_float_masks_without_a_warning(kind):
+    """Scores are multiplied by log2(e), which it would not survive as a float32 number."""
+    rows = torch.randn(2, 1, 9, 16)
+    masks = {"regions": torch.arange(9).expand(2, 9) // 2, "mask": torch.rand(2, 9, 9) < 0.5}
+    masks["mask"][:, :, 4] = True
+    options = {kind: masks[kind], "mask_value": torch.finfo(F32).min}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = window_attention(rows, rows, rows, **options, impl="cpu")
+    wanted = window_attention(rows, rows, rows, **options, impl="reference")
+    torch.testing.assert_close(found.out, wanted.out)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7FC00001])

@@ -70,7 +70,10 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
     """
     *call, out, lse, dout, dlse = inputs
     x = operands(*call)
-    out, lse = _lay_out(out), lse.contiguous()  # hooks on saved tensors may change strides
+    # Hooks on saved tensors may change strides, and return views that begin anywhere.
+    out, lse = _lay_out(out), lse.contiguous()
+    if out.data_ptr() % 16:  # kernels load 16 bytes at a time
+        out = out.clone()
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     problem, module = _choose(x, call[-1])

@@ -25,6 +25,7 @@ In the kernels, ``x`` holds a call's inputs, ``z`` the sizes of blocks (``sizes_
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 
 import numpy as np
@@ -41,6 +42,7 @@ from .forward_kernel import attend
 from .rows import NO_NORM
 
 _LOG2_E = 1.4426950408889634
+_LARGEST = 2.0**127 / _LOG2_E
 _PARTS, _WORK_ITEMS, _WINDOWS = 32, 32, 16
 """Most parts of the windows, each with its own gradient of a head's table or dense bias; target
 number of work items; fewest windows of a part beyond that, since every part gathers its bias."""
@@ -113,6 +115,11 @@ def _additive(mask, value):
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, value)
 
 
+def _clamp_finite(value):
+    """Limit a finite ``value`` so that it is finite in base 2, too: NumPy warns of an overflow."""
+    return value if math.isinf(value) else max(-_LARGEST, min(_LARGEST, value))
+
+
 def _float_array(parameter):
     """A parameter as a flat float32 array; an empty one for None."""
     return _NOTHING if parameter is None else flat(parameter.detach().float().contiguous())
@@ -126,6 +133,7 @@ def _empty_rows(problem, q, dtype):
 def _kernel_inputs(problem, x):
     """The inputs of the kernels, and the number of threads for this amount of work."""
     q, k, v = map(_with_rows, (x.q, x.k, x.v))
+    mask_value = _clamp_finite(x.mask_value)
     offsets = np.arange(problem.num_tokens, dtype=np.int64)
     if x.rel_offsets is not None:
         offsets = x.rel_offsets.to(torch.int64).numpy()
@@ -137,13 +145,13 @@ def _kernel_inputs(problem, x):
         offsets,
         _float_array(x.bias),
         _NO_REGIONS if x.regions is None else flat(x.regions.to(torch.int64).contiguous()),
-        _float_array(_additive(x.mask, x.mask_value)),
+        _float_array(_additive(x.mask, mask_value)),
         problem.num_masks,
         _float_array(x.logit_scale),
     ]
     numbers = [
         np.float32(x.softmax_scale),
-        np.float32(x.mask_value * _LOG2_E),
+        np.float32(mask_value * _LOG2_E),
         np.float32(x.qk_norm_eps) if problem.cosine else NO_NORM,
     ]
     parts = max(-(-_WORK_ITEMS // max(1, problem.num_heads)), problem.num_windows // _WINDOWS)

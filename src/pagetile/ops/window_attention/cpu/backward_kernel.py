@@ -120,7 +120,7 @@ def _weights_and_gradients(x, z, w, saved, window, slot, head, first, num_rows):
     at = (window * x.num_heads + head) * x.num_tokens + first
     for r in range(num_rows):
         top = saved.lse[at + r] * LOG2_E
-        w.tops[r] = top if top > -np.inf else np.float32(0)
+        w.tops[r] = top if top != -np.inf else np.float32(0)  # NaN stays NaN
         if len(saved.dlse):
             w.deltas[r] -= saved.dlse[at + r]
     recompute_weights(x.element, w, num_rows, z.width)
