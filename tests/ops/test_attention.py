@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagetile import AttentionOutput, BlockMask, UnsupportedError, attention, explain_attention
+from pagetile.ops.attention import reference
 from pagetile.testing import poisoned_memory
 from pagetile.tiles.eager import attend
 
@@ -667,6 +668,27 @@ def test_nothing_but_arguments_out_and_lse_is_saved():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape), lambda t: t):
         attention(*leaves)
     assert sum(shape.numel() for shape in saved) == 50 * 16 * (4 + 2 + 2 + 4) + 50 * 4
+
+
+def test_saved_tensors_may_come_back_at_any_address(monkeypatch):
+    """GPU kernels load 16 bytes of the results at a time."""
+    starts, backward = [], reference.run_backward
+
+    def record(*inputs):
+        starts.extend(tensor.data_ptr() % 16 for tensor in inputs[6:8])  # out and lse
+        return backward(*inputs)
+
+    def shift(tensor):
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    monkeypatch.setattr(reference, "run_backward", record)
+    leaves, found = leaves_of(4, 2, 2), []
+    for unpack in (torch.clone, shift):
+        with torch.autograd.graph.saved_tensors_hooks(torch.detach, unpack):
+            out = attention(*leaves, impl="reference").out
+        found.append(torch.autograd.grad(out.sum(), leaves))
+    torch.testing.assert_close(*found)
+    assert starts == [0, 0, 0, 0]
 
 
 def test_only_one_of_out_and_lse_may_be_used():

@@ -185,6 +185,14 @@ def is_batched(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_legacy_batchedtensor(x))
 
 
+def align_saved(x: Tensor) -> Tensor:
+    """Return a saved result at an address that kernels can load 16 bytes from at once.
+
+    It was allocated so, but a hook on saved tensors may return a view that begins anywhere.
+    """
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def choose_gradient(function: Any, watched: Any, *inputs: Any) -> Any:
     """Return ``function``, or its operator form where a derivative or an observer may need it."""
     needs_watched = torch.is_grad_enabled() or has_dispatch_observers(*inputs)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ..dispatch import choose
 from ..eager import (
+    align_saved,
     check_readable,
     choose_gradient,
     has_dispatch_observers,
@@ -114,9 +115,8 @@ def _backward(
     if d_out.stride(-1) != 1:
         d_out = d_out.contiguous()
     with without_autocast(d_out):
-        d_q, d_k, d_v = module.run_backward(
-            problem, d_out, d_lse, *rows, out, lse, lengths, options
-        )
+        saved = align_saved(out), align_saved(lse)
+        d_q, d_k, d_v = module.run_backward(problem, d_out, d_lse, *rows, *saved, lengths, options)
     return d_q, d_k, d_v
 
 

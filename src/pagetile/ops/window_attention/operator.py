@@ -15,6 +15,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ..dispatch import choose
 from ..eager import (
+    align_saved,
     check_readable,
     choose_gradient,
     has_dispatch_observers,
@@ -70,10 +71,8 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
     """
     *call, out, lse, dout, dlse = inputs
     x = operands(*call)
-    # Hooks on saved tensors may change strides, and return views that begin anywhere.
-    out, lse = _lay_out(out), lse.contiguous()
-    if out.data_ptr() % 16:  # kernels load 16 bytes at a time
-        out = out.clone()
+    # Hooks on saved tensors may change strides, too.
+    out, lse = align_saved(_lay_out(out)), lse.contiguous()
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     problem, module = _choose(x, call[-1])
