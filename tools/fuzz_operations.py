@@ -231,7 +231,7 @@ def try_window_attention(rng: random.Random, impl: str) -> Ratios:
         options["mask"] = kind.to(rng.choice([torch.float32, dtype]))
     elif mask == "bool":
         options["mask"] = kind < 0.6
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and size > 1:  # normalised rows of one number have no gradient
         learned["logit_scale"] = torch.linspace(0.5, 5.0, heads)
     else:
         options["softmax_scale"] = rng.choice([None, None, 0.5, 0.0])
@@ -277,10 +277,12 @@ def _differentiate(
     given: list[Tensor] = []
     found = run(learned, given, impl)
     exact = run({n: t.double() for n, t in learned.items()}, given, "reference")
-    # Scores of float16 may be float16, and gradients are sums over the tokens of a window.
+    # Scores of float16 may be float16, and gradients are sums over the tokens of a window; that of
+    # a scale is one over all windows.
     sharpness = 32 if dtype == torch.float32 else 1e4
-    largest = 1 + max(1, exact["lse"].shape[-1]) ** 0.5
-    return {n: _error(found[n], exact[n], dtype, sharpness) / largest for n in exact}
+    lse = exact["lse"]
+    terms = {n: lse.numel() if n == "d_logit_scale" else lse.shape[-1] for n in exact}
+    return {n: _error(found[n], exact[n], dtype, sharpness) / (1 + terms[n] ** 0.5) for n in exact}
 
 
 # --- caches -------------------------------------------------------------------------------------
