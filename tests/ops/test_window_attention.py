@@ -264,9 +264,10 @@ def test_matches_float64(case, impl):
     assert_matches(inputs, found)
 
 
-def test_cpu_windows_that_share_rows_of_bias():
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_cpu_windows_that_share_rows_of_bias(dtype):
     """Two or three windows a part, whose keys are in the cache at the same time."""
-    inputs = make(Case((10, 10), num_heads=4, images=5), "cpu")
+    inputs = make(Case((10, 10), num_heads=4, images=5, dtype=dtype), "cpu")
     assert_matches(inputs, inputs.attend("cpu"))
 
 
@@ -458,7 +459,15 @@ def test_hopper_retries_some_of_many_windows(mask, monkeypatch):
     assert_matches(inputs, inputs.attend("hopper"))
 
 
-@pytest.mark.parametrize("case", [Case((7, 7, 7), images=1), Case((12, 12), cosine=True)], ids=str)
+ON_A_CPU = [
+    Case((7, 7, 7), images=1),
+    Case((12, 12), cosine=True),
+    Case((7, 7, 7), images=1, dtype=BF16),
+    Case((9, 13), head_size=39, dtype=BF16, mask="float"),
+]
+
+
+@pytest.mark.parametrize("case", ON_A_CPU, ids=str)
 def test_the_cpu_matches_float64_at_full_size(case):
     inputs = make(case, "cpu")
     assert_matches(inputs, inputs.attend("cpu"))
@@ -564,8 +573,9 @@ def test_a_bias_of_minus_infinity_hides_keys(impl, window, size):
     assert not found.out[:, :, 5].isnan().any()
 
 
-def test_the_number_of_threads_does_not_show_on_a_cpu():
-    inputs, before = Inputs(Case((7, 7), images=3)), torch.get_num_threads()
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_number_of_threads_does_not_show_on_a_cpu(dtype):
+    inputs, before = Inputs(Case((7, 7), images=3, dtype=dtype)), torch.get_num_threads()
     results = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
