@@ -73,18 +73,32 @@ def test_a_client_that_leaves_ends_its_request_within_two_steps(url, async_llm, 
         async_llm.thread.observers.pop()
 
 
-def test_a_client_that_has_left_is_no_failure_of_the_server(async_llm, capsys):
+def leave(url):
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
+
+
+def leave_stream(url):
+    with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as response:
+        next(response.iter_lines())
+
+
+@pytest.mark.parametrize("call", [leave, leave_stream])
+def test_a_client_that_has_left_is_no_failure_of_the_server(call, async_llm, capsys):
     log.is_on = True
     try:  # until the server has stopped: a line is written after its response
         with serving(async_llm) as url:
-            with pytest.raises(httpx2.TimeoutException):
-                httpx2.post(f"{url}/v1/completions", json=LONG, timeout=0.3)
+            call(url)
             wait_for(lambda: async_llm.num_requests == 0)
+            metrics = httpx2.get(f"{url}/metrics").text
     finally:
         log.is_on = False
     written = capsys.readouterr().err
     assert "status=499" in written
     assert "failed" not in written
+    assert "status=200" not in written
+    assert 'pagetile:request_success_total{finished_reason="abort"} 1.0' in metrics
+    assert "pagetile:request_failures_total 0.0" in metrics
 
 
 def test_beyond_the_queue_comes_a_503_that_says_when_to_try_again(llm):
@@ -438,7 +452,7 @@ def test_a_server_process_that_does_not_start_says_why():
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_stream_ends_when_its_client_reads_nothing_or_leaves(leaves):
-    from pagetile.server.streaming import EventStream
+    from pagetile.server.streaming import ClientGone, EventStream
 
     ended = []
 
@@ -460,6 +474,7 @@ def test_a_stream_ends_when_its_client_reads_nothing_or_leaves(leaves):
     seconds = 3600 if leaves else 0.2
     response = EventStream(pieces(), send_seconds=seconds, on_end=lambda: ended.append("stream"))
     start = time.monotonic()
-    asyncio.run(response({"type": "http"}, receive, send))
+    with pytest.raises(ClientGone):
+        asyncio.run(response({"type": "http"}, receive, send))
     assert time.monotonic() - start < 5
     assert ended == ["pieces", "stream"]

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection."""
+    """The client has closed its connection, or no longer reads."""
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -114,7 +114,11 @@ class EventStream(Response):
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
+        """Send the response.
+
+        Raises:
+            ClientGone: The client did not receive all of it.
+        """
         write = scope.get("extensions", {}).get(WRITE, _cannot_write)
         pump = asyncio.ensure_future(self._pump(send, write))
         watcher = asyncio.ensure_future(_until_gone(receive))
@@ -126,8 +130,9 @@ class EventStream(Response):
                     timeout=self._send_seconds / 4,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-            if pump.done():
-                pump.result()
+            if not pump.done():
+                raise ClientGone
+            pump.result()
         finally:
             await _end(pump)
             await _end(watcher)
