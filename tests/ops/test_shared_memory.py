@@ -1,5 +1,7 @@
 """What is written shares no memory with what is read, and has no element twice."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +47,44 @@ def test_an_output_that_is_part_of_an_input_is_refused(rows, caches, name, where
             attend(q, *caches, where(q, caches), impl)
     assert torch.equal(q, before[0])
     assert torch.equal(caches, before[1])
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("alibi_slopes", torch.float32, (8,)),
+        ("sinks", torch.float32, (8,)),
+        ("k_scale", torch.float32, (10, 16, 2)),
+        ("v_scale", torch.float32, (2,)),
+        ("visible_blocks", torch.int32, (2, 2, 1)),
+        ("block_tables", torch.int32, (2, 2)),
+        ("seq_lens", torch.int32, (2,)),
+        ("cu_seqlens_q", torch.int32, (3,)),
+    ],
+)
+def test_an_output_that_is_part_of_any_other_input_is_refused(
+    rows, caches, name, dtype, shape, impl
+):
+    batch = PagedBatch.of([[3, 8], [5]], [30, 7])
+    options = {}
+    if name.endswith("scale"):
+        caches = caches.to(torch.int8)
+        options = {other: torch.ones(shape) for other in ("k_scale", "v_scale")}
+    size = torch.Size(shape).numel()
+    memory = torch.zeros(1023 + size)
+    mine = memory.view(dtype)[1023:].view(shape)
+    if hasattr(batch, name):
+        batch = replace(batch, **{name: mine.copy_(getattr(batch, name))})
+    else:
+        options[name] = mine
+    before = memory.clone()
+    with pytest.raises(ShapeError, match=f"out is written.* {name}"):
+        paged_attention(
+            rows, *caches, batch, **options, out=memory[:1024].view(2, 8, 64), impl=impl
+        )
+    assert torch.equal(memory.view(torch.int32), before.view(torch.int32))  # -1 is a NaN
+    paged_attention(rows, *caches, batch, **options, out=torch.empty_like(rows), impl=impl)
 
 
 def test_an_output_between_the_rows_of_q_is_fine(rows, caches):
@@ -93,12 +133,44 @@ def test_values_may_be_the_first_columns_of_the_keys(rows):
     assert torch.equal(cache[[0, 2], [5, 8]], rows[:, :2])
 
 
-def test_one_tensor_for_the_scales_of_keys_and_values_is_refused(rows):
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (lambda memory: (memory[:10], memory[:10]), "k_scale is written.* v_scale"),
+        (lambda memory: (memory[1:], memory[:10]), "k_scale is written.* v_scale"),
+        (lambda memory: (memory[:1].expand(10, 16, 2), memory[1:]), "k_scale is written.*strides"),
+    ],
+)
+def test_scales_of_tokens_that_share_memory_are_refused(rows, scales, message):
     k_cache, v_cache = torch.zeros(2, 10, 16, 2, 64, dtype=torch.int8).unbind(0)
-    scale = torch.zeros(10, 16, 2)
-    with pytest.raises(ShapeError, match="k_scale and v_scale are the same tensor"):
-        write_kv(rows[:, :2], rows[:, 2:4], k_cache, v_cache, SLOTS, k_scale=scale, v_scale=scale)
+    k_scale, v_scale = scales(torch.zeros(11, 16, 2))
+    with pytest.raises(ShapeError, match=message):
+        write_kv(
+            rows[:, :2], rows[:, 2:4], k_cache, v_cache, SLOTS, k_scale=k_scale, v_scale=v_scale
+        )
     assert not k_cache.any()
+
+
+def test_scales_of_tokens_may_take_turns_in_memory(rows):
+    k_cache, v_cache = torch.zeros(2, 10, 16, 2, 64, dtype=torch.int8).unbind(0)
+    k_scale, v_scale = torch.zeros(10, 2, 16, 2).unbind(1)
+    write_kv(rows[:, :2], rows[:, 2:4], k_cache, v_cache, SLOTS, k_scale=k_scale, v_scale=v_scale)
+    for scale, new in ((k_scale, rows[:, :2]), (v_scale, rows[:, 2:4])):
+        assert torch.equal(scale[[0, 2], [5, 8]], new.abs().amax(-1) / 127)
+
+
+def test_values_that_are_columns_of_8_bit_keys_cannot_have_scales_of_their_own(rows):
+    """The scale of a token's values is not that of its keys."""
+    cache, (k_scale, v_scale) = (
+        torch.zeros(10, 16, 2, 64, dtype=torch.int8),
+        torch.ones(2, 10, 16, 2),
+    )
+    new = rows[:, :2], rows[:, :2, :32], cache, cache[..., :32], SLOTS
+    with pytest.raises(ShapeError, match="k_cache is written.* v_cache"):
+        write_kv(*new, k_scale=k_scale, v_scale=v_scale)
+    assert not cache.any()
+    write_kv(*new, k_scale=k_scale[0, 0], v_scale=k_scale[0, 0])
+    assert torch.equal(cache[[0, 2], [5, 8]], rows[:, :2].round().to(torch.int8))
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])

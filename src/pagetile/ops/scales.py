@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from ..errors import DTypeError, ShapeError
-from ..shapes import Form, bind, check_device, check_dtype, dtype_name, form
+from ..shapes import (
+    Form,
+    bind,
+    check_apart,
+    check_device,
+    check_dtype,
+    check_written_once,
+    dtype_name,
+    form,
+    span,
+)
 from ..tiles.types import ALL_FLOATS
 
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -44,7 +54,7 @@ def check_cache_dtype(name: str, cache: Tensor | Form) -> None:
 def bind_scales(
     k_scale: Tensor | None, v_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor
 ) -> tuple[str, Tensor | None, Tensor | None]:
-    """Check the scales of a pair of caches, whose shapes agree already.
+    """Check the scales of a pair of caches that are written, whose shapes agree already.
 
     Returns:
         The kind of scale, and both scales in its shape: ``"none"``; ``"head"``,
@@ -52,7 +62,8 @@ def bind_scales(
         ``"token"``, ``[num_blocks, block_size, num_kv_heads]``.
 
     Raises:
-        ShapeError: A scale has another shape, is on another device, or is not like the other.
+        ShapeError: A scale has another shape, is on another device, or is not like the other; or
+            scales of tokens, which are written, share memory.
         DTypeError: A scale is not float32, is missing, or comes with a cache that has none.
 
     Examples:
@@ -64,8 +75,12 @@ def bind_scales(
     if k_scale is None and v_scale is None and k_cache.dtype not in LARGEST_CODE:
         return "none", None, None
     forms = (None if t is None else form(t) for t in (k_scale, v_scale, k_cache, v_cache))
-    kind, heads = _find_kind_of_forms(*forms), k_cache.shape[2]
-    if kind == "head":
+    kind, k_span, v_span = _find_kind_of_forms(*forms)
+    if kind == "token" and k_scale is not None and v_scale is not None:
+        if -k_span < k_scale.data_ptr() - v_scale.data_ptr() < v_span:
+            check_apart("k_scale", k_scale, v_scale=v_scale)
+    elif kind == "head":
+        heads = k_cache.shape[2]
         k_scale, v_scale = (
             scale.reshape(()).expand(heads) if scale is not None and scale.numel() == 1 else scale
             for scale in (k_scale, v_scale)
@@ -74,9 +89,14 @@ def bind_scales(
 
 
 @functools.lru_cache(maxsize=1024)
-def _find_kind_of_forms(*forms: Any) -> str:
+def _find_kind_of_forms(*forms: Any) -> tuple[str, int, int]:
+    """Return the kind of scale, and the bytes that each spans if it is of the kind "token"."""
     named: list[Any] = [None if form is None else Form(*form) for form in forms]
-    return find_kind(*named)
+    kind = find_kind(*named)
+    if kind != "token":
+        return kind, 0, 0
+    check_written_once(k_scale=named[0], v_scale=named[1])
+    return kind, span(named[0]), span(named[1])
 
 
 def find_kind(k_scale: Form | None, v_scale: Form | None, k_cache: Form, v_cache: Form) -> str:

@@ -198,6 +198,7 @@ def _find_call(arguments: Arguments, plan: Plan | None, impl: str, key: Any = No
     if q.requires_grad and torch.is_grad_enabled():
         _warn_of_no_gradient()
     call = _dispatch(form_of(arguments), plan, impl)
+    call.check_others(arguments)
     if key is not None:
         if batch.calls.get(key) is call:  # the second time in a row
             call.record(q, k_cache, v_cache)

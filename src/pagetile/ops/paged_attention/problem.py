@@ -167,11 +167,16 @@ class Problem:
         return max(self.head_size, self.v_head_size)
 
 
+_OPTIONAL = "alibi_slopes", "sinks", "k_scale", "v_scale", "visible_blocks"
+_OF_BATCH = "block_tables", "seq_lens", "cu_seqlens_q"
+
+
 class CachedCall:
     """A validated form of call, and the prepared function that runs it."""
 
     __slots__ = (
-        "_alignment", "_has_same_form", "_spans", "num_blocks", "problem", "run", "softmax_scale",
+        "_alignment", "_has_same_form", "_other_spans", "_spans", "num_blocks", "problem", "run",
+        "softmax_scale",
     )  # fmt: skip
 
     def __init__(
@@ -183,6 +188,8 @@ class CachedCall:
         self.num_blocks = form.k_cache.shape[0]
         tensors = form.out or form.q, form.q, form.k_cache, form.v_cache
         self._spans = [span(tensor) for tensor in tensors]
+        named = {name: getattr(form, name) for name in (*_OPTIONAL, *_OF_BATCH)}
+        self._other_spans = {name: span(x) for name, x in named.items() if x is not None}
 
     def matches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
         """Return whether a call that may differ in these arguments only has this form.
@@ -201,6 +208,20 @@ class CachedCall:
             or -v_size < v_cache.data_ptr() - start < size
         ):
             check_apart("out", out, q=q, k_cache=k_cache, v_cache=v_cache)
+
+    def check_others(self, call: Arguments) -> None:
+        """Raise ShapeError if ``out`` shares memory with any other input of a call of this form.
+
+        It is made until a call is recorded: later ones would only repeat what it finds.
+        """
+        out = call.out
+        if out is None:
+            return
+        start, size = out.data_ptr(), self._spans[0]
+        for name, other_size in self._other_spans.items():
+            other = getattr(call.batch if name in _OF_BATCH else call, name)
+            if -other_size < other.data_ptr() - start < size:
+                check_apart("out", out, **{name: other})
 
     def record(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Match calls whose arguments are like these, which have this form."""

@@ -69,7 +69,7 @@ def write_kv(
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
-        ShapeError: Sizes disagree, one tensor is given for both caches, or a slot lies outside the
+        ShapeError: Sizes disagree, what is written shares memory, or a slot lies outside the
             cache (on a GPU checked under ``PAGETILE_DEBUG=1`` only, like a repeated slot on any
             device); nothing is written then.
         DTypeError: An argument has an element type that it does not take, or an 8-bit cache has
@@ -108,22 +108,17 @@ def write_kv(
         raise ShapeError(
             "k_cache and v_cache are the same tensor, so values would overwrite keys: pass two"
         )
-    scales: tuple[Tensor | None, ...] = k_scale, v_scale
+    kind, scales = "none", [k_scale, v_scale]
     if k_scale is not None or v_scale is not None:
         check_tensors(**given(k_scale=k_scale, v_scale=v_scale))
-        if k_scale is not None and k_scale is v_scale and k_scale.dim() == 3:
-            raise ShapeError(
-                "k_scale and v_scale are the same tensor, but the new tokens' scales are written "
-                "to each: pass two"
-            )
     if spans.has_scales or k_scale is not None or v_scale is not None:
-        scales = bind_scales(k_scale, v_scale, k_cache, v_cache)[1:]
+        kind, *scales = bind_scales(k_scale, v_scale, k_cache, v_cache)
     if is_operator:
         write(*operands, k_scale, v_scale, impl)
         return
     if slot_mapping.device.type == "cpu" or is_debugging():
         _check_slots(slot_mapping.cpu(), k_cache.shape[0] * k_cache.shape[1])
-    check_caches_apart(k, v, k_cache, v_cache, spans)
+    check_caches_apart(k, v, k_cache, v_cache, spans, has_own_scales=kind == "token")
     try:
         module.run(*operands, *scales)
     except RuntimeError:
@@ -180,18 +175,24 @@ class CacheSpans(NamedTuple):
 
 
 def check_caches_apart(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, spans: CacheSpans
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spans: CacheSpans,
+    *,
+    has_own_scales: bool = False,
 ) -> None:
     """Raise ShapeError if a cache shares memory with the other one or with what is written to it.
 
     One memory for both is fine where keys and values are one, too: values may be the first columns
-    of the keys.
+    of the keys, unless each has scales of its own that are computed here.
     """
     k_span, v_span, k_cache_span, v_cache_span, _, known = spans
     new_k, new_v, to_k, to_v = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     k_end, v_end = to_k + k_cache_span, to_v + v_cache_span
     if to_v < k_end and to_k < v_end and to_v - to_k not in known:
-        is_one = to_k == to_v and k_cache.stride() == v_cache.stride()
+        is_one = to_k == to_v and k_cache.stride() == v_cache.stride() and not has_own_scales
         if not (is_one and new_k == new_v and k.stride() == v.stride()):
             check_apart("k_cache", k_cache, v_cache=v_cache)
             known.add(to_v - to_k)
