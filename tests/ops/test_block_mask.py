@@ -1,6 +1,7 @@
 """``attention(block_mask=...)``: hidden blocks do not affect results or gradients, or take time."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,9 @@ from test_attention import (
 )
 
 from pagetile import BlockMask, DTypeError, ShapeError, attention, explain_attention
+from pagetile.device import DeviceInfo
+from pagetile.ops.attention.checks import check as check_arguments
+from pagetile.ops.attention.problem import Lengths, Options
 from pagetile.ops.attention.tile_lists import FIELDS, list_tiles
 from pagetile.testing import poisoned_memory
 
@@ -339,3 +343,16 @@ def test_a_mask_of_inference_mode_may_change(impl):
             expected, _ = attention(q, k, v, block_mask=block_mask, impl="reference")
             assert torch.allclose(out, expected, atol=1e-5)
             mask.logical_not_()
+
+
+def test_lists_that_32_bits_do_not_count_are_left_to_triton():
+    """Hopper's kernel finds a record by an offset of 32 bits."""
+    hopper = pytest.importorskip("pagetile.ops.attention.hopper")
+    tiles = 1 << 13  # of 128 queries and, in so narrow a head, 128 keys
+    mask = torch.empty(1, 32, tiles, tiles, dtype=torch.bool, device="meta")
+    q, k, v = torch.empty(3, 1, 128 * tiles, 32, 64, dtype=BF16, device="meta").unbind(0)
+    device = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
+    for shared, reason in ((mask, "2\\^31 words"), (mask[:, :1], "^None$")):
+        options = Options(1.0, block_mask=BlockMask(shared, 128, 128))
+        problem = check_arguments(q, k, v, Lengths(), options)
+        assert re.search(reason, str(hopper.supports(problem, device)))

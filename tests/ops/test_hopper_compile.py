@@ -30,6 +30,7 @@ from pagetile.ops.window_attention.hopper.plan import (  # noqa: E402
     make_rows_plan,
 )
 from pagetile.ops.window_attention.problem import Problem  # noqa: E402
+from pagetile.tiles.hopper import launch as forward_launch  # noqa: E402
 from pagetile.tiles.hopper import softmax  # noqa: E402
 from pagetile.tiles.hopper.gather_packed import IN_FLIGHT, chunk_layout, chunk_rows  # noqa: E402
 from pagetile.tiles.hopper.launch import _is_far, make_launcher, refuse  # noqa: E402
@@ -111,6 +112,12 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 192, 0, causal=True, few_seqs=True, v_head_size=128), 0),
     (ForwardConfig(BF16, 128, 16, causal=True, splits=True, few_seqs=True, pack=4), 24),
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, packed="e4m3"), 64),
+    (
+        ForwardConfig(
+            BF16, 128, 16, causal=True, packed="e4m3", has_token_scales=True, is_far=True
+        ),
+        64,
+    ),
     (ForwardConfig(BF16, 64, 128, causal=True, few_seqs=True, pack=8, is_unpacked=True), 96),
     (ForwardConfig(BF16, 256, 128, causal=True, few_seqs=True, is_unpacked=True), 24),
     (ForwardConfig(F16, 192, 128, causal=True, v_head_size=128, is_unpacked=True), 24),
@@ -558,3 +565,34 @@ def test_boxes_are_for_rows_that_32_bits_count(num_blocks, is_far):
     by_slot = torch.empty(num_blocks, 64, 8, 32, dtype=F16, device="meta")
     assert not _is_far(config, by_slot, by_slot)
     assert replace(config, is_far=True).gathers
+
+
+@pytest.mark.parametrize(("num_blocks", "is_far"), [(1 << 24, True), (1 << 23, False)])
+def test_strides_of_scales_are_counted_in_64_bits_where_32_are_too_few(
+    num_blocks, is_far, monkeypatch
+):
+    """Eight heads' scales of all tokens follow each other."""
+    found = []
+
+    def make(config):
+        found.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(forward_launch, "make_launcher", make)
+    monkeypatch.setattr(forward_launch, "_on_its_device", lambda x, function: x)
+    cache = torch.empty(1, 32, 8, 64, dtype=torch.int8, device="meta").expand(num_blocks, 32, 8, 64)
+    scale = torch.empty(8, num_blocks, 32, device="meta").permute(1, 2, 0)
+    q = torch.empty(4, 8, 64, dtype=F16, device="meta")
+    numbers = torch.zeros(2, dtype=torch.int32, device="meta")
+    with pytest.raises(InterruptedError):
+        forward_launch.attend(
+            q.clone(), q.new_empty(4, 8), q, cache, cache, numbers, numbers[1:], numbers[None],
+            max_query_len=4, softmax_scale=1.0, causal=True, sliding_window=None,
+            logits_soft_cap=None, alibi_slopes=None, sinks=None, k_scale=scale, v_scale=scale,
+        )  # fmt: skip
+    [config] = found
+    assert config.is_far is is_far
+    types = make_launcher(config).types
+    assert {types[f"{name}s_{axis}"] for name in "kv" for axis in ("block", "slot", "head")} == {
+        "i64" if is_far else "i32"
+    }

@@ -166,7 +166,7 @@ def test_values_that_are_columns_of_8_bit_keys_cannot_have_scales_of_their_own(r
         torch.ones(2, 10, 16, 2),
     )
     new = rows[:, :2], rows[:, :2, :32], cache, cache[..., :32], SLOTS
-    with pytest.raises(ShapeError, match="k_cache is written.* v_cache"):
+    with pytest.raises(ShapeError, match=r"k_cache is written.* v_cache"):
         write_kv(*new, k_scale=k_scale, v_scale=v_scale)
     assert not cache.any()
     write_kv(*new, k_scale=k_scale[0, 0], v_scale=k_scale[0, 0])

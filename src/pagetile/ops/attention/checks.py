@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, options: Options) -
         logits_soft_cap=options.logits_soft_cap,
         block_q=0 if block_mask is None else block_mask.block_q,
         block_k=0 if block_mask is None else block_mask.block_k,
+        num_masks=0 if block_mask is None else math.prod(block_mask.mask.shape[:2]),
     )
 
 

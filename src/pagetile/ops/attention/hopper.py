@@ -15,7 +15,7 @@ from ...tiles.hopper.launch import attend, refuse
 from ...tiles.hopper.tiling import refuse_cap, tiling_of
 from ...tiles.state import AttentionOutput
 from .problem import Lengths, Options, Problem, in_a_row
-from .tile_lists import list_tiles
+from .tile_lists import count_words, list_tiles
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -26,6 +26,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         if problem.block_q % tile_q or problem.block_k % tile_k:
             given = f"{problem.block_q} × {problem.block_k}"
             reason = f"blocks are {given}; multiples of {tile_q} × {tile_k} run"
+        elif count_words(problem, tile_q, tile_k) >= 1 << 31:
+            reason = "the lists of the block mask's tiles have 2^31 words or more, 8 GiB"
     return reason or refuse_cap(problem.logits_soft_cap)
 
 

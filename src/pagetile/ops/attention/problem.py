@@ -58,6 +58,8 @@ class Problem:
     """Queries of a block of the block mask; 0: there is none."""
     block_k: int = 0
     """Keys of a block of the block mask."""
+    num_masks: int = 0
+    """Sequences × heads that have a block mask of their own; all others share these."""
 
     @property
     def has_score_mods(self) -> bool:

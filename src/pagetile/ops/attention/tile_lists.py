@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block_mask import BlockMask
+from .problem import Problem
 
 FIELDS = 4
 """Header words of a record."""
@@ -30,6 +31,12 @@ _made: Any = WeakTensorKeyDictionary()
 def fits_tiles(block_mask: BlockMask, tile_q: int, tile_k: int) -> bool:
     """Whether blocks are made of whole tiles, so that no tile needs the block mask."""
     return block_mask.block_q % tile_q == 0 and block_mask.block_k % tile_k == 0
+
+
+def count_words(problem: Problem, tile_q: int, tile_k: int) -> int:
+    """Return the number of int32 words of the lists of tiles of queries."""
+    rows, columns = -(-problem.max_query_len // tile_q), -(-problem.max_seq_len // tile_k)
+    return problem.num_masks * rows * (FIELDS + columns)
 
 
 def list_tiles(

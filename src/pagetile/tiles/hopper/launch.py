@@ -141,7 +141,7 @@ def attend(
     if lists is None:
         pack = pack_of(group, max_query_len, config.tiling)
         config = dataclasses.replace(config, pack=pack)
-    if block_tables is not None and _is_far(config, k, v):
+    if block_tables is not None and (_is_far(config, k, v) or _are_far(k_scale, v_scale)):
         config = dataclasses.replace(config, is_far=True)
     num_programs = DeviceInfo.of(q.device).num_workers
     tiles, seq_tiles = _count_tiles(config, q, num_seqs, max_query_len)
@@ -265,11 +265,20 @@ def _is_far(config: ForwardConfig, *caches: Tensor) -> bool:
     """
     if not config.gathers:
         return any(x.shape[0] * (x.stride(0) // max(1, x.stride(1))) >= 1 << 31 for x in caches)
-    spans = (
+    return _reach(*caches) >= 16 // caches[0].element_size() << 32
+
+
+def _are_far(*scales: Tensor | None) -> bool:
+    """Return whether 32 bits do not count the scales of tokens, or what lies between them."""
+    return any(x is not None and x.dim() == 3 and _reach(x) >= 1 << 31 for x in scales)
+
+
+def _reach(*tensors: Tensor) -> int:
+    """Return the largest offset of a row of a cache or of a token's scale."""
+    return max(
         sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-        for x in caches
+        for x in tensors
     )
-    return max(spans) >= 16 // caches[0].element_size() << 32
 
 
 def _line_up(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,12 +353,14 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
     strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
     scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
+    stride = "i64" if config.is_far else "i32"
+    scale_stride = stride if config.has_token_scales else "i32"
     of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
-        f"{cache}s_{which}": "i32" for cache in "kv" for which in ("block", "slot", "head")
+        f"{cache}s_{which}": scale_stride for cache in "kv" for which in ("block", "slot", "head")
     }
     takes_scales = has_scales or config.splits
     takes_strides = config.gathers or takes_scales  # constants come last
-    types |= dict.fromkeys(strides if takes_strides else [], "i64" if config.is_far else "i32")
+    types |= dict.fromkeys(strides if takes_strides else [], stride)
     types |= of_scales if takes_scales else {}
     types |= scratch if config.splits else {}
     constants: dict[str, Any] = dict.fromkeys([] if takes_strides else strides, 0)
