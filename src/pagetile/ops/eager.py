@@ -42,6 +42,10 @@ def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **arguments: _P.
             f"{function.__name__} with these arguments cannot be part of an exported program: call "
             "it outside of the module that torch.export traces"
         )
+    torch._dynamo.graph_break(  # type: ignore[no-untyped-call]
+        f"{function.__name__} with these arguments breaks the graph: call it outside of the "
+        "function that is compiled with fullgraph=True"
+    )
     apart: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return apart(*args, **arguments)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError, UnsupportedError
-from ...ops.eager import call_uncompiled, check_readable, refuse_observers
+from ...ops.eager import check_readable, refuse_observers
 from ...shapes import check_device, check_dtype, form, forms, is_debugging
+from . import operator
 from .checks import PARTITION_SIZE, BlockSparse, bind_attention, check_outputs, check_values
 from .layout import as_float8
 
@@ -84,7 +85,7 @@ def paged_attention_v1(
         >>> torch.allclose(out[1, 0], value_cache[3, 0, :, 0])  # one key: its value
         True
     """
-    _attend(
+    attend(
         (out,), query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
         block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
         k_scale, v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
@@ -135,7 +136,7 @@ def paged_attention_v2(  # noqa: D417 (the others are above)
         ShapeError: As ``paged_attention_v1``, or there are too few partitions.
         DTypeError: As ``paged_attention_v1``.
     """
-    _attend(
+    attend(
         (out, exp_sum, max_logits, tmp_out), query, key_cache, value_cache, num_kv_heads, scale,
         block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
         k_scale, v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
@@ -143,7 +144,7 @@ def paged_attention_v2(  # noqa: D417 (the others are above)
     )  # fmt: skip
 
 
-def _attend(
+def attend(
     outputs: tuple[Tensor, ...],
     query: Tensor,
     key_cache: Tensor,
@@ -162,8 +163,8 @@ def _attend(
 ) -> None:
     """Check a call, and run it where its query is; ``outputs``: its own, and partitions' if any."""
     if torch.compiler.is_compiling():
-        call_uncompiled(
-            _attend, outputs, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+        operator.attend(
+            outputs, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
             seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
             *sparsity,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
 from ...ops.copy_blocks import copy_blocks as copy_cache_blocks
-from ...ops.eager import call_uncompiled, check_readable, refuse_observers
+from ...ops.eager import check_readable, refuse_observers
 from ...ops.scales import LARGEST_CODE
 from ...ops.write_kv import write_kv
 from ...ops.write_kv.api import CacheSpans, check_caches_apart
@@ -28,6 +28,7 @@ from ...shapes import (
     is_debugging,
 )
 from ...tiles.types import FLOATS
+from . import operator
 from .attention import as_scale, as_scales, is_interpreting
 from .checks import check_packed
 from .layout import FLOAT8, as_float8
@@ -78,10 +79,9 @@ def reshape_and_cache(
         ([[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]], [0.0, 1.0, 2.0])
     """
     if torch.compiler.is_compiling():
-        call_uncompiled(
-            reshape_and_cache, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype,
-            k_scale, v_scale,
-        )  # fmt: skip
+        operator.write(
+            True, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+        )
         return
     refuse_observers("reshape_and_cache")
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
@@ -225,6 +225,12 @@ def reshape_and_cache_flash(
         ShapeError: Sizes disagree, or a slot lies outside the cache. Nothing is written then.
         DTypeError: An argument has a wrong type.
     """
+    if torch.compiler.is_compiling():
+        operator.write(
+            False, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale,
+            v_scale,
+        )  # fmt: skip
+        return
     check_tensors(key=key, value=value, slot_mapping=slot_mapping)
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
     value_cache = as_float8("value_cache", value_cache, kv_cache_dtype)
@@ -325,6 +331,9 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
         >>> back.tolist()  # the largest code is 448
         [3.0, -224.0]
     """
+    if torch.compiler.is_compiling():
+        operator.convert(output, input, scale, kv_dtype)
+        return
     check_tensors(output=output, input=input)
     if not isinstance(kv_dtype, str) or kv_dtype not in FLOAT8:
         raise DTypeError(f"kv_dtype is {kv_dtype!r}, expected one of {', '.join(FLOAT8)}")

@@ -27,6 +27,7 @@ from ...shapes import (
 )
 from ..dispatch import choose
 from ..eager import call_uncompiled, check_readable, refuse_observers
+from .operator import copy
 from .problem import Problem
 
 IMPLEMENTATIONS = ("triton", "cpu", "reference")
@@ -53,7 +54,8 @@ def copy_blocks(
             ``[num_blocks, …]`` each, any type. A pair ``(source, destination)`` copies between
             two tensors, host and device included.
         src_to_dst: int64 ``[n, 2]`` on the CPU: source block, destination block; no destination
-            twice. Or a list of pairs, as ``BlockTable.append`` returns it.
+            twice. Or a list of pairs, as ``BlockTable.append`` returns it, which breaks the graph
+            of ``torch.compile``.
         impl: ``"auto"``, or one of ``"triton"``, ``"cpu"``, ``"reference"``.
 
     Raises:
@@ -69,7 +71,10 @@ def copy_blocks(
         [3.0, 0.0, 2.0, 3.0]
     """
     if torch.compiler.is_compiling():
-        call_uncompiled(copy_blocks, caches, src_to_dst, impl=impl)
+        if isinstance(src_to_dst, Tensor):
+            copy(caches, src_to_dst, impl)
+        else:  # each new list would be compiled
+            call_uncompiled(copy_blocks, caches, src_to_dst, impl=impl)
         return
     refuse_observers("copy_blocks")
     src_to_dst = _as_pairs(src_to_dst)
