@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -173,6 +175,15 @@ def test_an_async_llm_dies_answers_all_and_closes(monkeypatch: pytest.MonkeyPatc
     asyncio.run(asyncio.wait_for(main(), 60))
     assert [str(death) for death in deaths] == [LOST]
     assert_dead(llm.engine)
+    with pytest.raises(EngineDeadError, match=LOST):
+        AsyncLLM(llm)
+    assert not llm.engine.in_use.locked()
+    deaths.clear()
+    monkeypatch.undo()
+    seen = weakref.ref(llm.engine)
+    del llm, main
+    gc.collect()
+    assert seen() is None, "a dead engine keeps its memory"
 
 
 def test_an_async_llm_dies_of_an_abort_too(monkeypatch: pytest.MonkeyPatch) -> None:

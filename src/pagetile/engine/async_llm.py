@@ -46,6 +46,7 @@ class AsyncLLM:
 
     Raises:
         RequestError: It is in use: by an open stream, say, or another ``AsyncLLM``.
+        EngineDeadError: Its device is lost.
 
     Attributes:
         thread: The engine's thread, which calls ``thread.observers`` and ``thread.on_death``.

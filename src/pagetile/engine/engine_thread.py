@@ -48,9 +48,11 @@ class EngineThread:
 
     Raises:
         RequestError: The engine is in use.
+        EngineDeadError: Its device is lost.
     """
 
     def __init__(self, engine: Engine) -> None:
+        engine._require_device()
         self._engine = engine
         self.observers: list[Callable[[StepReport], None]] = []
         self.on_death: Callable[[BaseException], None] | None = None
