@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_one_step_ahead import GREEDY, alone, finish, is_same, make_engine
 
 from pagetile import LLM, AsyncLLM, RequestError, SamplingParams
@@ -34,6 +35,15 @@ def llm(shared: LLM) -> Iterator[LLM]:
     assert not shared.engine.has_unfinished
     assert not shared.engine._requests
     assert shared.engine.pool.num_free == shared.engine.pool.num_blocks
+
+
+def test_a_callers_autocast_changes_neither_a_model_nor_its_tokens() -> None:
+    """Keys of another type than the cache's were refused, in loading and in each step."""
+    [expected] = LLM(num_blocks=32, dtype="float32").generate("x =", GREEDY, use_tqdm=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        [found] = LLM(num_blocks=32, dtype="float32").generate("x =", GREEDY, use_tqdm=False)
+        assert torch.is_autocast_enabled("cpu")
+    assert found.outputs == expected.outputs
 
 
 # --- names -------------------------------------------------------------------------------------

@@ -178,12 +178,27 @@ def test_an_async_llm_dies_answers_all_and_closes(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EngineDeadError, match=LOST):
         AsyncLLM(llm)
     assert not llm.engine.in_use.locked()
-    deaths.clear()
+
+
+def test_the_memory_of_a_dead_engine_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use() -> weakref.ref[Engine]:
+        llm = LLM(num_blocks=64, dtype="float32", async_scheduling=True)
+
+        async def main() -> None:
+            async with AsyncLLM(llm) as served:
+                stream = await served.submit("x =", LONG)
+                assert await stream.take()
+                await served.run_in_engine(lambda: lose_device(llm.engine, monkeypatch))
+                with pytest.raises(EngineDeadError, match=LOST):
+                    await stream.result()
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+        return weakref.ref(llm.engine)
+
+    engine = use()
     monkeypatch.undo()
-    seen = weakref.ref(llm.engine)
-    del llm, main
     gc.collect()
-    assert seen() is None, "a dead engine keeps its memory"
+    assert engine() is None
 
 
 def test_an_async_llm_dies_of_an_abort_too(monkeypatch: pytest.MonkeyPatch) -> None:

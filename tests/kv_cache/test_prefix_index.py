@@ -1,3 +1,5 @@
+import pickle
+from copy import deepcopy
 from itertools import product
 
 import pytest
@@ -454,3 +456,24 @@ def test_the_new_tokens_alone_do_not_extend_a_sequence():
     hashes = hashes_of(make(2), [1, 2, 3, 4])
     with pytest.raises(ValueError, match="the whole sequence, not its new tokens alone"):
         hashes.extend([5, 6])
+
+
+@pytest.mark.parametrize("copy", [lambda x: pickle.loads(pickle.dumps(x)), deepcopy])
+def test_a_copy_of_pool_index_and_table_goes_on_by_itself(copy):
+    pool = BlockPool(8, 4)
+    index, table = PrefixIndex(pool), BlockTable(pool)
+    hashes = table.adopt_prefix(index, range(12))
+    table.append(12)
+    index.insert(hashes, table.blocks, 3)
+    new_pool, new_index, new_table = copy((pool, index, table))
+    other = BlockTable(new_pool)
+    new_hashes = other.adopt_prefix(new_index, range(12))
+    assert other.blocks == table.blocks[:2]  # the last one is computed again
+    assert new_index.match(new_hashes) == table.blocks
+    new_table.free()
+    other.free()
+    BlockTable(new_pool).append(32)  # takes all blocks, which the new index forgets
+    assert new_index.match(new_hashes) == []
+    assert index.match(hashes) == table.blocks
+    pool.check([table.blocks])
+    new_index.check()

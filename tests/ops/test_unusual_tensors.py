@@ -172,15 +172,31 @@ def test_sparse_tensors_are_refused(tensors):
         pagetile.copy_blocks([(k_cache.to_sparse(), v_cache)], [(0, 1)])
 
 
-@pytest.mark.parametrize("call", [copy_blocks, paged_attention_v1, reshape_and_cache])
-def test_what_is_no_operator_breaks_a_graph_and_cannot_be_exported(tensors, call):
-    """``torch.export`` recursed without end."""
-    compiled = torch.compile(call, backend="eager")
-    torch.testing.assert_close(compiled(*tensors), call(*tensors))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(tensors):
+    """Those of the older layout have no shape at all."""
+    nested = torch.nested.nested_tensor([tensors[1][0], tensors[1][1]])
+    with pytest.raises(UnsupportedError, match="k is a nested tensor"):
+        pagetile.attention(tensors[1], nested, nested)
 
+
+def as_module(call):
     class Module(torch.nn.Module):
         def forward(self, *inputs):
             return call(*inputs)
 
+    return Module()
+
+
+def test_a_list_of_pairs_breaks_a_graph_and_cannot_be_exported(tensors):
+    """``torch.export`` recursed without end."""
+    compiled = torch.compile(copy_blocks, backend="eager")
+    torch.testing.assert_close(compiled(*tensors), copy_blocks(*tensors))
     with pytest.raises(UnsupportedError, match="exported"):
-        torch.export.export(Module(), tensors)
+        torch.export.export(as_module(copy_blocks), tensors)
+
+
+@pytest.mark.parametrize("call", [paged_attention_v1, reshape_and_cache])
+def test_vllms_functions_can_be_exported(tensors, call):
+    exported = torch.export.export(as_module(call), tensors).module()
+    torch.testing.assert_close(exported(*tensors), call(*tensors))

@@ -110,7 +110,7 @@ class AsyncLLM:
     @property
     def death(self) -> BaseException | None:
         """Why the engine stopped serving; ``None`` while it does."""
-        return self.thread.death
+        return self.thread.death or self.engine.death
 
     def get_tokenizer(self) -> Any:
         """As ``LLM.get_tokenizer``."""

@@ -59,7 +59,7 @@ class Engine:
         decode_token: Returns the text of a token id; ``None`` without a tokenizer.
         grammars: Compiles constraints on outputs, and keeps them for the requests that use them.
         inputs: Tokenizes prompts and refuses requests that can never be served.
-        death: Why no step can be computed any more: the device is lost. ``None`` before.
+        death: Why no step can be computed: its device is lost, or a fork copied it. Else ``None``.
         on_step: Called in every step after its blocks were taken and before it is computed, to
             observe the pool.
         in_use: Held by the call, the stream or the ``AsyncLLM`` that steps the engine.
@@ -402,9 +402,7 @@ class Engine:
 
     def _require_device(self) -> None:
         if self.death is not None:
-            raise EngineDeadError(
-                f"the engine has stopped, its device is lost: {self.death}: start another process"
-            ) from self.death
+            raise EngineDeadError(f"the engine has stopped: {self.death}") from self.death
 
     def _drain_idle(self) -> None:
         """Complete steps in flight whose sequences have all ended."""

@@ -68,7 +68,7 @@ class LLM:
 
     Threads may share it: a call of ``generate`` waits for those of other threads, and is refused
     while a stream is open. A forked process cannot use its parent's, because a fork does not copy
-    torch's threads.
+    torch's threads: a call there raises EngineDeadError.
 
     On a CPU that has other work to do, set ``OMP_WAIT_POLICY=PASSIVE`` in the environment before
     torch is imported, as the command line does. Otherwise torch's threads wait for each other by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,9 +133,26 @@ def load_engine(
         num_speculative_tokens=(num_speculative_tokens or 7) if speculative else 0,
         seed=seed,
     )
+    _engines.add(engine)
     if not enforce_eager:
         engine.warm_up(_show_progress if use_tqdm else iter)
     return engine, default_params
+
+
+_engines = weakref.WeakSet[Engine]()
+
+
+def _end_copies() -> None:
+    """End the engines that a fork has copied: each would wait for threads that it does not have."""
+    for engine in _engines:
+        engine.death = RuntimeError(
+            "it was loaded before this process was forked, and a fork copies no threads: load it "
+            "here, or use the start method 'spawn'"
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_copies)
 
 
 def _show_progress(recordings: list[Any]) -> Any:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import sha256
 from itertools import islice
-from struct import Struct
 from struct import error as StructError
+from struct import pack
 
 from ..errors import DTypeError, ShapeError
 from .block_pool import BlockPool
@@ -71,7 +72,7 @@ class PrefixIndex:
         self._pool = pool
         self._block_size = pool.block_size
         self._salt = salt
-        self._encode = Struct(f"<{pool.block_size}q").pack
+        self._encode = partial(pack, f"<{pool.block_size}q")  # unlike a Struct, it can be pickled
         self._blocks: dict[bytes, int] = {}
         self._links: dict[int, _Link] = {}
         pool.add_reuse_listener(self.forget)

@@ -120,7 +120,7 @@ class PagedModel:
         try:
             with (
                 torch.no_grad(),
-                evaluating(self._model),
+                evaluating(self._model, self.device),
                 driven(self._configs, NAME, self._attributes),
             ):
                 output = self._model(
@@ -182,13 +182,20 @@ def load_model(
                 source.to(device)
         if not source.training:
             source.eval()  # all of it
-        with evaluating(source):
+        with evaluating(source, source.device):
             return _make_proven(source, find_limit(source.config, max_model_len))
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which a model is in evaluation mode; each module's mode is restored."""
+def evaluating(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Context in which a model is in evaluation mode, without autocast.
+
+    Each module's mode is restored. Under autocast its keys would not have the cache's type.
+    """
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False), evaluating(model, device):
+            yield
+        return
     if not model.training:
         yield
         return
