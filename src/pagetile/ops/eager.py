@@ -42,7 +42,7 @@ def call_uncompiled(function: Callable[_P, _R], *args: _P.args, **arguments: _P.
             f"{function.__name__} with these arguments cannot be part of an exported program: call "
             "it outside of the module that torch.export traces"
         )
-    torch._dynamo.graph_break(  # type: ignore[no-untyped-call]
+    torch._dynamo.graph_break(
         f"{function.__name__} with these arguments breaks the graph: call it outside of the "
         "function that is compiled with fullgraph=True"
     )

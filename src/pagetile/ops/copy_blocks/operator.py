@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,8 @@ def _copy(
     from .api import copy_blocks
 
     both = zip(sources, destinations, strict=True)
-    copy_blocks(
-        [to if source is None else (source, to) for source, to in both], src_to_dst, impl=impl
-    )
+    caches: Any = [to if source is None else (source, to) for source, to in both]
+    copy_blocks(caches, src_to_dst, impl=impl)
 
 
 @_copy.register_fake
