@@ -8,7 +8,7 @@ from pagetile.fused.rms_norm import KINDS, Norm
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request):
     return request.param
 
@@ -63,7 +63,9 @@ def test_large_models_rows(size, num_rows, mirror):
 
 
 def test_no_rows(impl):
-    x = torch.zeros(0, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.zeros(
+        0, 8, device="cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    )
     norm = Norm(x.new_ones(8), 1e-6, "rounded")
     hidden, normed = add_norm(x, x, after=norm, impl=impl)
     assert hidden.shape == normed.shape == (0, 8)

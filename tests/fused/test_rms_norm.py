@@ -11,7 +11,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPS = 1e-5
 
 
-@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request):
     return request.param
 

@@ -10,7 +10,7 @@ SLOTS = torch.tensor([9, -1, 3, 14, 0])
 NUM_TOKENS, NUM_BLOCKS, BLOCK_SIZE = 5, 4, 4
 
 
-@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request):
     return request.param
 
@@ -103,33 +103,47 @@ def test_a_cache_of_another_type(impl, dtype, cache_dtype, mirror):
     check(Heads(4, 2, 16, 16), 16, dtype, impl, mirror, cache_dtype=cache_dtype)
 
 
-@pytest.mark.gpu
-def test_large_models_heads(mirror):
-    check(Heads(32, 8, 128, 128), 128, BF16, "triton", mirror, ("rounded", "rounded"))
+@pytest.mark.parametrize("kernel", ["cpu", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_large_models_heads(kernel, mirror):
+    check(Heads(32, 8, 128, 128), 128, BF16, kernel, mirror, ("rounded", "rounded"))
 
 
-@pytest.mark.interpret
+@pytest.mark.parametrize("slot", [NUM_BLOCKS * BLOCK_SIZE, -2])
+def test_a_slot_outside_of_the_cache_is_named_and_nothing_is_written(slot):
+    heads = Heads(4, 2, 16, 16)
+    qkv, cos, sin, *_ = draw(heads, 16, F32)
+    caches = make_caches(heads, F32)
+    slots = SLOTS.clone()
+    slots[3] = slot
+    with pytest.raises(ShapeError, match=rf"slot_mapping\[3\] is {slot}"):
+        rotate_and_write(qkv, cos, sin, heads, *caches, slots, impl="cpu")
+    assert all((cache == 7).all() for cache in caches)
+
+
 @pytest.mark.parametrize("scales", ["tensor", "head", "token"])
 @pytest.mark.parametrize(
-    "dtype",
+    ("kernel", "dtype"),
     [
-        torch.int8,
-        pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu),
-        pytest.param(torch.float8_e5m2, marks=pytest.mark.gpu),
+        ("cpu", torch.int8),
+        ("cpu", torch.float8_e4m3fn),
+        ("cpu", torch.float8_e5m2),
+        pytest.param("triton", torch.int8, marks=pytest.mark.interpret),
+        pytest.param("triton", torch.float8_e4m3fn, marks=pytest.mark.gpu),
+        pytest.param("triton", torch.float8_e5m2, marks=pytest.mark.gpu),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(
     ("heads", "n"), [(Heads(4, 2, 16, 16), 16), (Heads(3, 1, 24, 40), 8)], ids=["all", "rest"]
 )
-def test_an_8_bit_cache_is_quantised_as_by_write_kv(heads, n, dtype, scales, mirror):
+def test_an_8_bit_cache_is_quantised_as_by_write_kv(heads, n, kernel, dtype, scales, mirror):
     qkv, cos, sin, weight, _ = draw(heads, n, F32)
     num_kv_heads = heads.num_kv_heads
     shape = {"tensor": (), "head": (num_kv_heads,)}.get(
         scales, (NUM_BLOCKS, BLOCK_SIZE, num_kv_heads)
     )
     results = []
-    for impl in ("reference", "triton"):
+    for impl in ("reference", kernel):
         caches = make_caches(heads, F32, fill=0)
         caches = [cache.to(dtype) for cache in caches]
         each = [torch.full(shape, 0.02) for _ in range(2)]
@@ -173,7 +187,7 @@ def test_a_row_with_nan_is_marked_by_its_scale(mirror):
 
 def test_no_tokens(impl):
     heads = Heads(4, 2, 16, 16)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
     qkv, cos, sin, *_ = (t.to(device) for t in draw(heads, 16, F32, 0))
     caches = [cache.to(device) for cache in make_caches(heads, F32)]
     slots = SLOTS[:0].to(device)

@@ -198,7 +198,7 @@ def test_layers_that_share_keys_write_nothing(monkeypatch):
 def test_a_layer_that_leaves_tokens_out_is_refused():
     from transformers import AttentionInterface
 
-    paged = load_model(tiny_model("llama"))
+    paged = load_model(tiny_model("olmo2"))  # whose layers are not fused
     packing = Packing(paged, sequences_of(96), 4, seed=0)
 
     def cut(module, query, *args, **options):
@@ -332,7 +332,7 @@ def test_our_attention_called_by_another_says_so():
 
 
 def test_dropout_waits_while_a_model_in_training_runs_here():
-    model = tiny_model("llama", attention_dropout=0.5).train()
+    model = tiny_model("olmo2", attention_dropout=0.5).train()  # whose layers are not fused
     paged = load_model(model)
     assert model.training
     packing = Packing(paged, sequences_of(96), 4, seed=0)

@@ -323,10 +323,15 @@ def test_a_replacement_that_is_wrong_does_not_pass_the_proof(monkeypatch):
         load_model(model)
 
 
-def test_on_a_cpu_nothing_of_a_small_model_is_replaced():
+def test_on_a_cpu_norms_are_replaced_where_kernels_take_their_type():
     assert find_impl(torch.device("cpu"), torch.float32) == "cpu"
-    paged = load_model(tiny_model("llama"))
-    assert [attribute for _, attribute, _ in paged._attributes] == ["pagetile_layer"] * 3
+    assert find_impl(torch.device("cpu"), torch.float64) is None
+    model = tiny_model("olmo2")  # its layers are not fused
+    paged = load_model(model)
+    replaced = {module for module, name, _ in paged._attributes if name == "forward"}
+    norms = {module for module in model.modules() if "Norm" in type(module).__name__}
+    assert norms
+    assert replaced == norms
 
 
 @pytest.mark.gpu

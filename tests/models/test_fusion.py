@@ -1,6 +1,8 @@
 """Which decoder layers are fused, that they compute the same, and that the model is unchanged."""
 
 import copy
+import importlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,13 +26,19 @@ FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixt
 LIKE_LLAMA = ("llama", "qwen2", "qwen3", "mistral", "gemma2")  # others have all that these have
 
 
-@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.fixture(params=["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpret)])
 def impl(request, monkeypatch):
     """Which implementation models loaded from here on run, on the CPU as on a GPU."""
     if request.param == "triton" and torch.cuda.is_available():
         pytest.skip("the models are on the CPU: tests/engine runs fused layers on a GPU")
     monkeypatch.setattr(paged_model, "find_impl", lambda device, dtype: request.param)
     return request.param
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def native(request, monkeypatch):
+    """Either implementation that needs no interpreter here."""
+    monkeypatch.setattr(paged_model, "find_impl", lambda device, dtype: request.param)
 
 
 @pytest.fixture
@@ -97,7 +105,7 @@ def test_logits_stay_the_models_own(family, impl):
     assert logits_error(model, paged) < 64 * EPS
 
 
-def test_bfloat16_is_as_near_to_the_truth_as_its_own_eager_forward(reference):
+def test_bfloat16_is_as_near_to_the_truth_as_its_own_eager_forward(native):
     model = tiny_model("qwen3", dtype=torch.bfloat16)
     exact = copy.deepcopy(model)
     for parameter in exact.parameters():
@@ -218,7 +226,7 @@ def add_a_norm(layer):
     [clamp_a_product, scale_queries_of_late_positions, scale_the_residual, gate_the_heads,
      add_a_norm],
 )  # fmt: skip
-def test_a_layer_that_differs_a_little_is_left_alone(change, reference):
+def test_a_layer_that_differs_a_little_is_left_alone(change, native):
     model = tiny_model("llama")
     change(layers_of(model)[1])
     paged = load_model(model)
@@ -227,7 +235,7 @@ def test_a_layer_that_differs_a_little_is_left_alone(change, reference):
     assert logits_error(model, paged) < 64 * EPS
 
 
-def test_a_feed_forward_module_of_another_kind_is_called(reference):
+def test_a_feed_forward_module_of_another_kind_is_called(native):
     model = tiny_model("llama")
 
     class Squared(type(layers_of(model)[1].mlp)):
@@ -330,7 +338,7 @@ def test_merged_weights_are_the_models_own_parameters(family, reference, monkeyp
     assert merged == number
 
 
-def test_weights_that_are_loaded_later_count(reference):
+def test_weights_that_are_loaded_later_count(native):
     model, other = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     paged = load_model(model)
     model.load_state_dict(other.state_dict())
@@ -557,6 +565,54 @@ def test_a_model_that_cannot_be_traced_runs_without(reference, monkeypatch):
     assert logits_error(model, paged) < 64 * EPS
 
 
-def test_on_a_cpu_nothing_is_fused():
-    paged = load_model(tiny_model("llama"))
-    assert paged.fused_layers == {}
+# --- on a CPU --------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_layers_are_fused_whose_kernels_the_processor_runs(monkeypatch):
+    model = tiny_model("llama")
+    paged = load_model(model)
+    assert set(paged.fused_layers.values()) == {None}
+    for name in ("add_norm", "gated_activation", "rms_norm", "rotate_and_write"):
+        run = getattr(fused_layer, name)
+        monkeypatch.setattr(fused_layer, name, partial(_run_on_cpu, run))
+    assert logits_error(model, paged) < 64 * EPS
+    assert load_model(tiny_model("llama", dtype=torch.float64)).fused_layers == {}
+
+
+def _run_on_cpu(run, *args, impl, **options):
+    assert impl == "cpu"
+    return run(*args, impl=impl, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_number_of_tokens_is_as_near_to_the_truth_on_a_cpu(dtype):
+    """With weights that are large enough for products here, and more tokens than these take."""
+    model = tiny_model(
+        "qwen3", dtype=dtype, hidden_size=256, head_dim=64, intermediate_size=2048,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    exact = copy.deepcopy(model)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.double()
+    paged = load_model(model)
+    for num_tokens in (1, 5, 64, 65):
+        ids = torch.randint(96, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
+        [truth], [eager] = eager_logits(exact, [ids]), eager_logits(model, [ids])
+        logits = paged.forward(Packing(paged, [ids], 16, seed=0).step([num_tokens]))
+        errors = row_errors(logits, truth)
+        assert errors.median() <= 2 * row_errors(eager, truth).median() + EPS, num_tokens
+
+
+def test_on_a_cpu_one_layer_of_a_kind_runs_with_scaled_weights(monkeypatch):
+    module = importlib.import_module("pagetile.models.fusion.fuse")
+    seen, own = [], module.run_layer
+    monkeypatch.setattr(
+        module, "run_layer", lambda model, call, gain: seen.append(gain) or own(model, call, gain)
+    )
+    model = tiny_model("llama")
+    load_model(model)
+    assert seen == [*trace.GAINS, None, None]
+    seen.clear()
+    clamp_a_product(layers_of(model)[1])  # another kind
+    load_model(model)
+    assert seen == [*trace.GAINS, *trace.GAINS, None]

@@ -17,6 +17,8 @@ from pagetile import (
     BlockMask, attention, attention_scores, merge_states, window_attention, write_kv
 )
 from pagetile.device import DeviceInfo
+from pagetile.fused.rms_norm import Norm
+from pagetile.fused.rotary_write import Heads, rotate_and_write
 from pagetile.fused.small_linear import small_linear
 from pagetile.testing import PagedCase, assert_matches, make_inputs
 
@@ -66,9 +68,18 @@ def others(dtype):
     for impl, (k_cache, v_cache) in zip(("reference", "cpu"), caches, strict=True):
         write_kv(k, v, k_cache, v_cache, torch.tensor([3, -1, 40, 17]), impl=impl)
     assert torch.equal(*caches)
-    x, weight = torch.randn(5, 96).to(dtype), torch.randn(41, 96).to(dtype)
-    wanted, got = (small_linear(x, weight, impl=impl) for impl in ("reference", "cpu"))
+    x, weight = torch.randn(4, 96).to(dtype), torch.randn(82, 96).to(dtype)
+    options = dict(norm=Norm(x[0], 1e-6, "shifted"), activation="silu")
+    wanted, got = (small_linear(x, weight, **options, impl=impl) for impl in ("reference", "cpu"))
     close(got, wanted, dtype)
+    heads = Heads(1, 1, 32, 32, Norm(x[0, :32], 1e-6, "rounded"))
+    cos, sin, slots = x[None, :, :24], x[None, :, 24:48], torch.arange(4)
+    wanted, got = (
+        rotate_and_write(x, cos, sin, heads, *pair[..., :1, :], slots, impl=impl)
+        for impl, pair in zip(("reference", "cpu"), caches, strict=True)
+    )
+    close(got, wanted, dtype)
+    close(caches[1], caches[0], dtype)
 
 
 for dtype in (torch.float32, torch.bfloat16):

@@ -10,7 +10,7 @@ own ``generate`` still works::
                                              write_kv(new keys and values)
                                              paged_attention(queries, all pages)
 
-On a GPU some modules' ``forward`` is replaced in the same way (``fused``).
+Some modules' ``forward`` is replaced in the same way (``fused``, ``linears``, ``fusion``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replaces norms and rotary embeddings of a model, during a step on a GPU, by fused kernels.
+"""Replaces a model's norms, and on a GPU rotary embeddings, by fused kernels during a step.
 
 In Transformers' eager code an RMS norm is eight launches and a rotary embedding ten, in every
 layer, which is most of a step of few tokens. Fused kernels are one launch each. They replace a
@@ -42,7 +42,7 @@ _NEAR = 8
 def find_impl(device: torch.device, dtype: torch.dtype) -> str | None:
     """The implementation to replace a model's own code by; ``None`` where nothing is gained."""
     if device.type == "cpu":
-        return "cpu" if importlib.util.find_spec("numba") else None
+        return "cpu" if dtype in FLOATS and importlib.util.find_spec("numba") else None
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from ..tiles.triton.launch import refuse

@@ -1,7 +1,8 @@
 """Replaces linear modules, during a step of few tokens, by products near the bandwidth of memory.
 
-On a CPU all linear modules are replaced, on a GPU the head; ``fusion`` does the rest there. A
-module is recognised by its parameters and its result, and more tokens run its own code.
+On a CPU all linear modules are replaced, on a GPU the head. ``fusion`` replaces most of them again,
+with the layer that they are in. A module is recognised by its parameters and its result, and more
+tokens run its own code.
 """
 
 from __future__ import annotations

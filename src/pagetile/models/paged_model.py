@@ -33,9 +33,9 @@ class PagedModel:
     """A Transformers model that runs step by step over a cache that is bound to it.
 
     ``load_model`` makes one and checks it. The Transformers model inside is not changed: its
-    attention, and on a GPU its norms and rotary embeddings, are replaced for the length of a
-    ``forward``. Its own ``generate`` works between two of them, but not from another thread during
-    one.
+    attention, norms and decoder layers are replaced for the length of a ``forward``, and weights of
+    products with one input become views of one tensor. Its own ``generate`` works between two
+    forwards, but not from another thread during one.
 
     Attributes:
         name: The model's class, for messages.
@@ -48,8 +48,8 @@ class PagedModel:
         dtype: Type of its weights.
         device: Device of its weights.
         config: The config of its text part.
-        fused_layers: On a GPU, for each decoder layer by name, why it runs Transformers' code;
-            ``None``: it runs fused kernels.
+        fused_layers: For each decoder layer by name, why it runs Transformers' code; ``None``: it
+            runs fused kernels.
     """
 
     def __init__(
@@ -230,7 +230,8 @@ def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
         impl = find_impl(model.device, model.dtype)
         fusion, experts = Fusion(), []
         if impl == "cpu":
-            fusion.replacements += find_linears(model)
+            found = find_replacements(model, [], impl) + find_linears(model)
+            fusion = fuse(model, modules, limit, found, impl)
         elif impl is not None:
             fusion = fuse(model, modules, limit, find_replacements(model, attention, impl), impl)
             experts = find_experts(model, impl)

@@ -16,7 +16,7 @@ from ...shapes import Form, check_device, check_dtype, form, is_dense
 from ..rms_norm import KINDS, Norm
 from ..rows import RowsProblem, check_name
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "reference")
 
 
 def add_norm(
@@ -34,7 +34,7 @@ def add_norm(
         x: Likewise; or float32 ``[num_parts, ..., size]``, summed in this order and rounded first.
         before: Norm of ``x``; ``None``: ``x`` is added without a norm.
         after: Norm of the sum; ``None``: no norm.
-        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+        impl: ``auto``, ``cpu``, ``triton`` or ``reference``, which alone has a gradient.
 
     Returns:
         The sum, and its norm or ``None``.

@@ -14,7 +14,7 @@ from ...ops.eager import needs_gradient
 from ...shapes import Form, form, is_dense
 from ..rows import RowsProblem, check_name
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "reference")
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 """``gelu`` is exact, by the error function."""
@@ -26,7 +26,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, impl: str = "auto") ->
     Args:
         gate_up: ``[..., 2 * size]`` float32, float16 or bfloat16: the gate, then the other.
         activation: One of ``ACTIVATIONS``.
-        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+        impl: ``auto``, ``cpu``, ``triton`` or ``reference``, which alone has a gradient.
 
     Returns:
         ``[..., size]`` without gaps.

@@ -14,7 +14,7 @@ from ...ops.eager import has_dispatch_observers, needs_gradient
 from ...shapes import Form, check_device, forms
 from ..rows import RowsProblem, check_name, fold
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "reference")
 
 KINDS = ("rounded", "scaled", "shifted")
 """Kinds of weighting: Llama's rounds to the type of ``x`` and multiplies by ``weight``; gpt-oss's
@@ -39,7 +39,7 @@ def rms_norm(
         weight: ``[size]``, of the same type.
         eps: Added to the mean of the squares.
         kind: One of ``KINDS``: when to round, and what to multiply by.
-        impl: ``auto``, ``triton`` or ``reference``, which alone has a gradient.
+        impl: ``auto``, ``cpu``, ``triton`` or ``reference``, which alone has a gradient.
 
     Returns:
         Like ``x``, without gaps, its dimensions in the order of those of ``x`` in memory.

@@ -16,7 +16,7 @@ from ...shapes import Form, bind, check_device, check_dtype, form
 from ..rows import RowsProblem
 from .problem import Heads, Problem
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("cpu", "triton", "reference")
 
 
 def rotate_and_write(
@@ -47,7 +47,7 @@ def rotate_and_write(
         slot_mapping: int64 ``[num_tokens]``; -1 writes nothing.
         k_scale: Scales of an 8-bit cache.
         v_scale: The same.
-        impl: ``auto``, ``triton`` or ``reference``.
+        impl: ``auto``, ``cpu``, ``triton`` or ``reference``.
 
     Returns:
         ``[num_tokens, num_heads, head_size]``.

@@ -19,13 +19,14 @@ def run(
     activation: str,
     residual: Tensor | None,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = functional.linear,
+    impl: str = "reference",
 ) -> Tensor:
-    """``[..., num_columns]``, with the products of ``linear``."""
+    """``[..., num_columns]``, with the products of ``linear``, norm and activation of ``impl``."""
     if norm is not None:
-        x = rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl="reference")
+        x = rms_norm(x, norm.weight, eps=norm.eps, kind=norm.kind, impl=impl)
     y = linear(x, weight, bias)
     if activation:
-        y = gated_activation(y, activation, impl="reference")
+        y = gated_activation(y, activation, impl=impl)
     return y if residual is None else residual + y
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,20 +67,25 @@ def fuse(
         return found
     calls = {call.module: call for call in trace.layers}
     fused: dict[nn.Module, FusedLayer] = {}
+    kinds: set[Hashable] = set()
     with _without_tf32():
         for layer, parent in parents.items():
             if parent is None:
                 continue
-            made = _fuse_layer(model, calls.get(parent), layer, impl)
+            gains = GAINS if impl != "cpu" or _kind(parent) not in kinds else GAINS[:1]
+            kinds.add(_kind(parent))
+            made = _fuse_layer(model, calls.get(parent), layer, impl, gains)
             found.reasons[names[parent]] = made if isinstance(made, str) else None
             if isinstance(made, FusedLayer):
                 fused[parent] = made
                 made.watch = _watch(made.structure, forwards)
     _connect(fused, trace, found, forwards)
-    found.replacements += [
-        (module, "forward", forward) for module, forward in find_angles(trace, max_model_len, impl)
-    ]
-    found.replacements += _find_ends(model, impl)
+    if impl != "cpu":  # where torch's own lookups are as fast
+        found.replacements += [
+            (module, "forward", forward)
+            for module, forward in find_angles(trace, max_model_len, impl)
+        ]
+        found.replacements += _find_ends(model, impl)
     return found
 
 
@@ -109,8 +114,22 @@ def _find_parent(
     return None
 
 
+def _kind(layer: nn.Module) -> Hashable:
+    """Return the classes of a layer's modules and the shapes of its weights.
+
+    A run with scaled weights copies all of them, which takes a CPU seconds, so there of the layers
+    of one kind the first alone has such runs.
+    """
+    classes = tuple((name, type(module)) for name, module in layer.named_modules())
+    return classes, tuple(parameter.shape for parameter in layer.parameters())
+
+
 def _fuse_layer(
-    model: PreTrainedModel, call: LayerCall | None, layer: AttentionLayer, impl: str
+    model: PreTrainedModel,
+    call: LayerCall | None,
+    layer: AttentionLayer,
+    impl: str,
+    gains: Sequence[float | None],
 ) -> FusedLayer | str:
     """Return the layer's fused forward, or why there is none."""
     if call is None or not call.args:
@@ -127,7 +146,7 @@ def _fuse_layer(
     if sinks is not None and not isinstance(sinks, nn.Parameter):
         return "it computes its sinks"
     try:
-        runs = [run_layer(model, call, gain) for gain in GAINS]
+        runs = [run_layer(model, call, gain) for gain in gains]
         structure = recognise(call, runs)
     except Mismatch as error:
         return str(error)

@@ -5,7 +5,8 @@ Launches of a step of 1 or 2 tokens, on a Hopper GPU of up to 16, and of any oth
     [norm + q k v]  turn + write  attention  [o + residual]  [norm + gate up + act]  [down + res.]
     q k v  turn + write  attention  o  [add + norm]  gate up  act  down  [add + norm of the next]
 
-Up to 64 tokens the activation is part of the gate's product.
+Up to 64 tokens the activation is part of the gate's product. On a CPU, where calls cost what
+launches do, every step is like the last line.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ...fused.small_linear import (
     is_faster_in_parts,
     is_faster_in_parts_on_hopper,
     is_faster_in_ring,
+    is_faster_on_cpu,
     is_resident,
     partial_products,
     small_linear,
@@ -192,6 +194,8 @@ class FusedLayer:
         """Return the implementation of ``small_linear``; ``""``: torch's product is faster."""
         (rows, size), is_gated = product.weight.shape, bool(activation)
         problem = Problem(len(x), size, rows // (1 + is_gated), x.dtype, is_gated, has_norm)
+        if self.impl == "cpu":  # a norm is computed with the sum before it
+            return "cpu" if is_faster_on_cpu(problem) and not has_norm else ""
         device = DeviceInfo.of(x.device)
         if is_resident(problem, device):
             return "hopper"
@@ -202,7 +206,7 @@ class FusedLayer:
 
     def _choose_for_parts(self, x: Tensor, product: Product) -> str:
         """Return the implementation of ``partial_products``; ``""``: one product is faster."""
-        if product.bias is not None:
+        if product.bias is not None or self.impl == "cpu":
             return ""
         rows, size = product.weight.shape
         problem = Problem(len(x), size, rows, x.dtype)

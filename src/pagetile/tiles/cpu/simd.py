@@ -177,6 +177,48 @@ def store_half(typingctx, array, index, value):
     return types.void(array, types.intp, f32x16), codegen
 
 
+@intrinsic
+def _lane(typingctx, a, lane):
+    """One lane."""
+
+    def codegen(context, builder, sig, args):
+        return builder.extract_element(*args)
+
+    return types.float32(f32x16, types.intp), codegen
+
+
+@intrinsic
+def _with_lane(typingctx, a, lane, x):
+    """The lanes of ``a`` but for one."""
+
+    def codegen(context, builder, sig, args):
+        a, lane, x = args
+        return builder.insert_element(a, x, lane)
+
+    return f32x16(f32x16, types.intp, types.float32), codegen
+
+
+@inner(inline="always")
+def load_first(array, index, count):
+    """``load``, but at most ``count`` elements; the other lanes are 0."""
+    if count >= LANES:
+        return load(array, index)
+    lanes = zeros()
+    for lane in range(count):
+        lanes = _with_lane(lanes, lane, load_one(array, index + lane))
+    return lanes
+
+
+@inner(inline="always")
+def store_first(array, index, value, count):
+    """``store``, but at most ``count`` elements."""
+    if count >= LANES:
+        store(array, index, value)
+    else:
+        for lane in range(count):
+            store_one(array, index + lane, _lane(value, lane))
+
+
 @intrinsic(prefer_literal=True)
 def store_quarter(typingctx, array, index, value, quarter):
     """``array[index : index + 4]`` (float32) = lanes ``4 * quarter`` to ``4 * quarter + 3``."""

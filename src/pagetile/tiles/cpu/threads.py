@@ -30,6 +30,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...process import HOME
+from .compile import allocating
 
 
 def run_together(kernel: Callable[..., object], num_threads: int, *arguments: Any) -> None:
@@ -120,6 +121,12 @@ def on_team(typingctx, parallel, num_threads, make_scratch, work, arguments):
         return context.get_dummy_value()
 
     return types.void(parallel, num_threads, make_scratch, work, arguments), codegen
+
+
+@allocating()
+def no_scratch(call):
+    """For ``on_team``: no thread needs memory of its own."""
+    return 0
 
 
 def _make_region(context, module, calls, shared):
