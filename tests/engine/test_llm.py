@@ -678,20 +678,20 @@ def test_a_model_in_training_stays_so() -> None:
 
 def test_changed_weights_ask_for_a_reset_of_prefixes() -> None:
     model, prompt = tiny_model("llama"), list(range(5, 45))
-    llm = LLM(model, num_blocks=40)
-    llm.generate(prompt, GREEDY, use_tqdm=False)
+    llm, params = LLM(model, num_blocks=40), replace(GREEDY, ignore_eos=True)
+    llm.generate(prompt, params, use_tqdm=False)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.05)
-    stream = llm.stream(prompt, GREEDY)
+    stream = llm.stream(prompt, params)
     next(stream)
     with pytest.raises(RequestError, match="requests are running"):
         llm.reset_prefix_cache()
     stream.close()
     llm.reset_prefix_cache()
-    [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    [output] = llm.generate(prompt, params, use_tqdm=False)
     assert output.num_cached_tokens == 0
-    [expected] = LLM(model, num_blocks=40).generate(prompt, GREEDY, use_tqdm=False)
+    [expected] = LLM(model, num_blocks=40).generate(prompt, params, use_tqdm=False)
     assert output.outputs == expected.outputs
 
 
