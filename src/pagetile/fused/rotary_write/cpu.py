@@ -64,7 +64,7 @@ def run(
     is_direct = k_cache.dtype == qkv.dtype and k_scale is None and v_scale is None
     if not is_direct:
         k, v = (qkv.new_empty(1, num_tokens, *cache.shape[2:]) for cache in (k_cache, v_cache))
-        slots = torch.arange(num_tokens)
+        slots = torch.arange(num_tokens, dtype=torch.int64, device=qkv.device)
     q = qkv.new_empty(num_tokens, heads.num_heads, heads.head_size)
     norms = heads.q_norm, heads.k_norm
     kinds = tuple(NONE if norm is None else KINDS[norm.kind] for norm in norms)
