@@ -167,7 +167,7 @@ def all_records(
     machine: Annotated[
         str | None, typer.Option(help="Beginning of the records' names; else this machine's.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Leave out what takes longer.")] = 26,
+    minutes: Annotated[float, typer.Option(min=0, help="Leave out what takes longer.")] = 30,
     repeats: Annotated[int | None, typer.Option(min=1, help="As for `run`.")] = None,
     into: Annotated[
         Path | None, typer.Option(help="Another folder than results/, for a trial.")

@@ -113,14 +113,14 @@ RECORDS = (
     RecordSpec("-scores", "cuda", 5, ("gpu-scores-",)),
     RecordSpec("-engine", "cuda", 135, ("gpu-engine-",)),
     RecordSpec("-windows-all", "cuda", 50, ("windows-all-",)),
-    RecordSpec("", "cpu", 240, ("decode-", "prefill-")),
+    RecordSpec("", "cpu", 170, ("decode-", "prefill-")),
     RecordSpec("-tiles", "cpu", 60, ("tiled-", "scores-")),
     RecordSpec("-windows", "cpu", 180, ("windows-cpu-",)),
-    RecordSpec("-linears", "cpu", 60, ("linear-",)),
-    RecordSpec("-engine", "cpu", 300, ("engine-",)),
-    RecordSpec("-speculation", "cpu", 60, script=("benchmarks.speculation",)),
-    RecordSpec("-http", "cpu", 120, script=("benchmarks", "http", "--json")),
-    RecordSpec("-latency", "cpu", 480, script=("benchmarks", "http-latency", "--json")),
+    RecordSpec("-linears", "cpu", 65, ("linear-",)),
+    RecordSpec("-engine", "cpu", 660, ("engine-",)),
+    RecordSpec("-speculation", "cpu", 40, script=("benchmarks.speculation",)),
+    RecordSpec("-http", "cpu", 60, script=("benchmarks", "http", "--json")),
+    RecordSpec("-latency", "cpu", 400, script=("benchmarks", "http-latency", "--json")),
 )  # fmt: skip
 
 
