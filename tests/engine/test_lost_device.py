@@ -216,8 +216,8 @@ def test_an_async_llm_dies_of_an_abort_too(monkeypatch: pytest.MonkeyPatch) -> N
 
             await served.run_in_engine(lose_and_abort)
             assert (await stream.result()).outputs[0].finish_reason == "abort"
-            while served.is_alive:
+            while served.thread.death is None:
                 await asyncio.sleep(0.01)
             assert str(served.death) == LOST
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 20))
