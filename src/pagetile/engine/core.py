@@ -168,7 +168,7 @@ class Engine:
             RequestError: It can never be served, or ``request_id`` is in use. Nothing has changed.
             EngineDeadError: The device is lost.
         """
-        self._require_device()
+        self.require_device()
         if params is None:
             params = SamplingParams()
         if token_ids is None:
@@ -235,7 +235,7 @@ class Engine:
         (``KeyboardInterrupt``), but deltas of that step may be lost. A sequence whose
         tokens cannot be turned into text fails alone. A lost device raises EngineDeadError.
         """
-        self._require_device()
+        self.require_device()
         self._start_change()
         try:
             admits = not self._to_score or self._score_next()
@@ -249,7 +249,7 @@ class Engine:
             return deltas
         except BaseException:
             self._start_over()
-            self._require_device()
+            self.require_device()
             raise
 
     def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
@@ -400,7 +400,8 @@ class Engine:
         self.scheduler.restart([s for s in unfinished if not s.request.needs_scores])
         self._is_torn = False
 
-    def _require_device(self) -> None:
+    def require_device(self) -> None:
+        """Raise EngineDeadError if no step can be computed any more: see ``death``."""
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped: {self.death}") from self.death
 

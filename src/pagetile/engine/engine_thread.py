@@ -52,7 +52,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine) -> None:
-        engine._require_device()
+        engine.require_device()
         self._engine = engine
         self.observers: list[Callable[[StepReport], None]] = []
         self.on_death: Callable[[BaseException], None] | None = None

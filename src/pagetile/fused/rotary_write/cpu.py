@@ -75,7 +75,7 @@ def run(
     )  # fmt: skip
     counter = np.zeros(2, np.int64)
     run_together(
-        _turn_and_write, DeviceInfo.of(qkv.device).num_workers if qkv.numel() > _SMALL else 1,
+        _rotate_and_write, DeviceInfo.of(qkv.device).num_workers if qkv.numel() > _SMALL else 1,
         *(0 if t is None else t.data_ptr() for t in (q, k, v, qkv, cos, sin, slots)),
         *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
         *(0.0 if norm is None else norm.eps for norm in norms),
@@ -110,7 +110,7 @@ def _describe(
 
 
 @entry()
-def _turn_and_write(
+def _rotate_and_write(
     parallel, num_threads, q, k, v, x, cos, sin, slots, q_weight, k_weight, q_eps, k_eps, like,
     sizes, counter,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _take_tokens(call, scratch):
             return
         at = token * call.x_stride
         for head in range(token * call.num_heads, (token + 1) * call.num_heads):
-            _turn(call, token, call.q, head * size, at, call.q_weight, call.q_eps, call.q_kind)
+            _rotate(call, token, call.q, head * size, at, call.q_weight, call.q_eps, call.q_kind)
             at += size
         slot = call.slots[token]
         if slot < 0:
@@ -152,7 +152,7 @@ def _take_tokens(call, scratch):
         block, offset = slot // call.block_size, slot % call.block_size
         to = block * call.k_strides[0] + offset * call.k_strides[1]
         for _ in range(call.num_kv_heads):
-            _turn(call, token, call.k, to, at, call.k_weight, call.k_eps, call.k_kind)
+            _rotate(call, token, call.k, to, at, call.k_weight, call.k_eps, call.k_kind)
             at, to = at + size, to + call.k_strides[2]
         to = block * call.v_strides[0] + offset * call.v_strides[1]
         for _ in range(call.num_kv_heads):
@@ -161,7 +161,7 @@ def _take_tokens(call, scratch):
 
 
 @inner()
-def _turn(call, token, out, to, at, weight, eps, kind):
+def _rotate(call, token, out, to, at, weight, eps, kind):
     """Norm and rotate the head at ``x[at]``."""
     x, half = call.x, call.half
     cos, sin = token * call.cos_stride, token * call.sin_stride

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.compile import allocating, entry, inner
-from ...tiles.cpu.microkernels import score_tile
+from ...tiles.cpu.microkernels import pad_rows, score_tile
 from ...tiles.cpu.simd import add, array_at, load, load_one, store, store_one, take_number
 from ...tiles.cpu.threads import on_team, run_together
 from . import reference
@@ -107,19 +107,13 @@ def _multiply_runs(parallel, num_threads, out, x, weight, bias, like, left, size
 @allocating()
 def _make_scratch(call):
     """Allocate a thread's memory: a block of ``x`` if it is padded or converted, and sums."""
-    rows = min(BLOCK, _pad_rows(call.num_rows))
+    rows = min(BLOCK, pad_rows(call.num_rows))
     return _Scratch(
         np.zeros(rows * call.size if call.is_copied else 0, call.left.dtype),
         np.empty(rows * _TILE, np.float32),
         np.empty(_TILE, np.int64),
         np.empty(_TILE, np.int64),
     )
-
-
-@inner()
-def _pad_rows(rows):
-    """One row has its own micro-kernel; several are taken by fours."""
-    return 1 if rows == 1 else (rows + 3) // 4 * 4
 
 
 @inner()
@@ -143,7 +137,7 @@ def _take_runs(call, scratch):
                 scratch.rows[n] = min(column + n, call.num_columns - 1) * call.size
                 scratch.ahead[n] = min(column + n + _TILE, call.num_columns - 1) * call.size
             score_tile(
-                scratch.sums, left, left_at, call.size, _pad_rows(num_rows),
+                scratch.sums, left, left_at, call.size, pad_rows(num_rows),
                 call.weight, 0, scratch.rows, scratch.ahead, _TILE, call.size,
             )  # fmt: skip
             _store_tile(call, scratch.sums, row, num_rows, column)

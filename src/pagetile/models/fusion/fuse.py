@@ -117,8 +117,8 @@ def _find_parent(
 def _kind(layer: nn.Module) -> Hashable:
     """Return the classes of a layer's modules and the shapes of its weights.
 
-    A run with scaled weights copies all of them, which takes a CPU seconds, so there of the layers
-    of one kind the first alone has such runs.
+    A run with scaled weights copies the layer's weights, which takes seconds on a CPU for a whole
+    model. There only the first layer of a kind is run so.
     """
     classes = tuple((name, type(module)) for name, module in layer.named_modules())
     return classes, tuple(parameter.shape for parameter in layer.parameters())

@@ -2,11 +2,11 @@
 
 Launches of a step of 1 or 2 tokens, on a Hopper GPU of up to 16, and of any other step::
 
-    [norm + q k v]  turn + write  attention  [o + residual]  [norm + gate up + act]  [down + res.]
-    q k v  turn + write  attention  o  [add + norm]  gate up  act  down  [add + norm of the next]
+    [norm + q k v]  rotate + write  attention  [o + residual]  [norm + gate up + act]  [down + res.]
+    q k v  rotate + write  attention  o  [add + norm]  gate up  act  down  [add + norm of the next]
 
-Up to 64 tokens the activation is part of the gate's product. On a CPU, where calls cost what
-launches do, every step is like the last line.
+Up to 64 tokens the activation is part of the gate's product. On a CPU every
+step is like the last line.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The formula, with optional parts in ``[]``::
 
     q, k, v = [bias +] products of [input_norm](x)
-    h       = x + [post_attention_norm](o(attention([turn]([q_norm](q)), [turn]([k_norm](k)), v)))
+    h       = x + [post_attention_norm](o(attention([rope]([q_norm](q)), [rope]([k_norm](k)), v)))
     y       = x' = h + [post_mlp_norm](mlp([pre_mlp_norm](h)))
     mlp     = down(activation(gate(z)) * up(z)), or any module
 """

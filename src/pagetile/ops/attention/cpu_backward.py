@@ -26,7 +26,7 @@ from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.block_mask import hidden_end, mask_fields, sees_blocks
 from ...tiles.cpu.compile import allocating, entry, folded, inner
-from ...tiles.cpu.gemm import load_rows, multiply, transpose
+from ...tiles.cpu.gemm import load_rows, multiply, pad_to_fours, transpose
 from ...tiles.cpu.simd import (
     LOG2_E,
     add,
@@ -169,7 +169,7 @@ def _load_queries(call, scratch, item, head, m, rows):
 @folded()
 def _add_tile(call, scratch, item, head, m, rows, n, keys):
     """The five products of one tile of queries and keys."""
-    padded, width, v_width = (rows + 3) // 4 * 4, call.width, call.v_width
+    padded, width, v_width = pad_to_fours(rows), call.width, call.v_width
     columns = (keys + 15) // 16 * 16
     _load_queries(call, scratch, item, head, m, rows)
     multiply(
@@ -186,11 +186,11 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
         _mask_blocks(call, scratch, item.seq, head, m, rows, n, keys)
     multiply(
         scratch.dv, 0, v_width, scratch.s, 0, 1, TILE, scratch.d_out, v_width,
-        (keys + 3) // 4 * 4, v_width, rows, True,
+        pad_to_fours(keys), v_width, rows, True,
     )  # fmt: skip
     multiply(
         scratch.dk, 0, width, scratch.ds, 0, 1, TILE, scratch.q, width,
-        (keys + 3) // 4 * 4, width, rows, True,
+        pad_to_fours(keys), width, rows, True,
     )  # fmt: skip
     to = ((item.first_row + m) * call.num_heads + head) * width
     whole, step = rows // 4 * 4, call.num_heads * width
@@ -245,7 +245,7 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
             store(scratch.s, at, p)
             ds = mul(p, sub(load(scratch.ds, at), delta))
             store(scratch.ds, at, mul(ds, derivative))
-    for r in range(rows, (rows + 3) // 4 * 4):
+    for r in range(rows, pad_to_fours(rows)):
         scratch.ds[r * TILE : r * TILE + columns] = 0
 
 

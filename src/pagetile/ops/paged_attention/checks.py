@@ -35,7 +35,7 @@ from ..attention_checks import (
 from ..scales import check_cache_dtype, find_kind
 from .batch import PagedBatch, SharedPrefixes
 from .plan import GpuPlan
-from .problem import CallForm, Problem, has_aligned_rows
+from .problem import OF_BATCH, CallForm, Problem, has_aligned_rows
 
 TENSORS = (
     "q",
@@ -48,7 +48,6 @@ TENSORS = (
     "visible_blocks",
     "out",
 )
-_OF_BATCH = ("block_tables", "seq_lens", "cu_seqlens_q")
 _CONTIGUOUS = ("q", "k_cache", "v_cache", "out", "block_tables", "visible_blocks")
 """Tensors whose last dimension must be contiguous."""
 
@@ -66,7 +65,7 @@ def check_types(batch: Any, **arguments: Any) -> None:
             "PagedBatch.of(blocks, seq_lens, query_lens)"
         )
     check_tensors(**{name: arguments.pop(name) for name in TENSORS[:3]}, **given(**arguments))
-    check_tensors(**{name: getattr(batch, name) for name in _OF_BATCH})
+    check_tensors(**{name: getattr(batch, name) for name in OF_BATCH})
     shared: Any = batch.shared_prefixes
     if shared is not None:
         if not isinstance(shared, SharedPrefixes):
@@ -187,7 +186,7 @@ def _check_dtypes(form: CallForm) -> None:
     check_dtype("v_cache", form.v_cache, form.k_cache.dtype)
     if form.out is not None:
         check_dtype("out", form.out, form.q.dtype)
-    for name in _OF_BATCH:
+    for name in OF_BATCH:
         check_dtype(name, getattr(form, name), torch.int32)
     if form.visible_blocks is not None:
         check_dtype("visible_blocks", form.visible_blocks, torch.int32)

@@ -168,7 +168,8 @@ class Problem:
 
 
 _OPTIONAL = "alibi_slopes", "sinks", "k_scale", "v_scale", "visible_blocks"
-_OF_BATCH = "block_tables", "seq_lens", "cu_seqlens_q"
+OF_BATCH = "block_tables", "seq_lens", "cu_seqlens_q"
+"""Tensors of a batch that every call has."""
 
 
 class CachedCall:
@@ -188,7 +189,7 @@ class CachedCall:
         self.num_blocks = form.k_cache.shape[0]
         tensors = form.out or form.q, form.q, form.k_cache, form.v_cache
         self._spans = [span(tensor) for tensor in tensors]
-        named = {name: getattr(form, name) for name in (*_OPTIONAL, *_OF_BATCH)}
+        named = {name: getattr(form, name) for name in (*_OPTIONAL, *OF_BATCH)}
         self._other_spans = {name: span(x) for name, x in named.items() if x is not None}
 
     def matches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
@@ -219,7 +220,7 @@ class CachedCall:
             return
         start, size = out.data_ptr(), self._spans[0]
         for name, other_size in self._other_spans.items():
-            other = getattr(call.batch if name in _OF_BATCH else call, name)
+            other = getattr(call.batch if name in OF_BATCH else call, name)
             if -other_size < other.data_ptr() - start < size:
                 check_apart("out", out, **{name: other})
 

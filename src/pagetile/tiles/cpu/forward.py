@@ -41,6 +41,7 @@ from .arrays import flat
 from .block_mask import mask_fields, sees_keys
 from .compile import allocating, entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
+from .microkernels import pad_rows
 from .online_softmax import TILE_N, State, exp2_scalar, make_state, merge_states, start_state
 from .simd import LN_2, LOG2_E, load, load_half, mul, splat, store, store_half, take_number
 from .threads import on_team, run_together
@@ -101,7 +102,7 @@ def _make_items(
                         part = num_parts if step != _ALL else -1
                         if step != _ALL:
                             num_splits = -(-(key_end - key) // split_size)
-                            num_parts += num_splits * num_heads * _pad_rows(num_tokens * group)
+                            num_parts += num_splits * num_heads * pad_rows(num_tokens * group)
                         if filling:
                             item = seq, first, num_tokens, head, num_heads, key, key_end, part
                             for field in range(8):  # Numba takes seconds to compile slices
@@ -110,17 +111,11 @@ def _make_items(
     return items, num_parts
 
 
-@inner()
-def _pad_rows(rows):
-    """Pad to a multiple of four rows; a single row has its own micro-kernels."""
-    return 1 if rows == 1 else (rows + 3) // 4 * 4
-
-
 @allocating()
 def _make_scratch(call, items, counter, parts):
     most = tile = 1
     for i in range(len(items)):
-        rows = _pad_rows(items[i, 2] * call.group)
+        rows = pad_rows(items[i, 2] * call.group)
         tile = max(tile, items[i, 4] if rows == 1 else rows)
         most = max(most, rows * items[i, 4])
     return ForwardScratch(
@@ -167,7 +162,7 @@ def _take_items(call, items, counter, parts, scratch):
 @folded()
 def _attend_item(call, scratch, item, parts):
     """Compute the state of an item's rows over its keys; store those of splits in ``parts``."""
-    rows = _pad_rows(item.num_tokens * call.group)
+    rows = pad_rows(item.num_tokens * call.group)
     all_rows = item.num_heads * rows
     if item.part >= 0:
         start_state(parts, item.part, _num_splits(call, item) * all_rows, call.v_width)
@@ -247,7 +242,7 @@ def _load_queries(call, scratch, item, rows):
 @inner()
 def _finish(call, state, at, item):
     """Add the sinks, divide, and write an item's rows of ``out`` and ``lse``."""
-    rows = _pad_rows(item.num_tokens * call.group)
+    rows = pad_rows(item.num_tokens * call.group)
     token0 = call.cu_seqlens_q[item.seq] + item.first_token
     for head in range(item.num_heads):
         v_scale = np.float32(1)
@@ -292,7 +287,7 @@ def _merge_parts(call, items, parts):
         if row[7] < 0:
             continue
         item = ForwardItem(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
-        rows = item.num_heads * _pad_rows(item.num_tokens * call.group)
+        rows = item.num_heads * pad_rows(item.num_tokens * call.group)
         for part in range(item.part, item.part + _num_splits(call, item) * rows, rows):
             if part != before[7]:
                 merge_states(parts, before[7], parts, part, rows, call.v_width)

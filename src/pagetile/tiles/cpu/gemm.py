@@ -1,4 +1,4 @@
-"""Products of small float32 matrices in scratch memory.
+"""Products of small matrices in scratch memory, of float32 or of pairs of bfloat16.
 
 ::
 
@@ -13,6 +13,12 @@ from __future__ import annotations
 from .blocks import NARROW_ROWS, ROWS, WIDE, multiply_block, rows_of_next
 from .compile import inner
 from .simd import load, load_half, store, store_transposed
+
+
+@inner(inline="always")
+def pad_to_fours(rows):
+    """Return the number of rows, padded to a multiple of four."""
+    return (rows + 3) // 4 * 4
 
 
 @inner()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from .blocks import ROWS, WIDE, mix_block, rows_of_next, score_block
 from .compile import inner, inner_by_types
+from .gemm import pad_to_fours
 from .simd import (
     add,
     fma,
@@ -53,6 +54,12 @@ from .simd_pairs import (
     zip_high,
     zip_low,
 )
+
+
+@inner()
+def pad_rows(rows):
+    """Return the number of rows that ``score_tile`` takes: one, or a multiple of four."""
+    return 1 if rows == 1 else pad_to_fours(rows)
 
 
 def scores_4x4(q, q_at, q_stride, k, base, rows, ahead, key, width):

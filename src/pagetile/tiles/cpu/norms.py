@@ -7,9 +7,9 @@ import numpy as np
 from .compile import inner
 from .simd import add, fma, load_first, mul, splat, store_first, sum_lanes, zeros
 
-KINDS = {"rounded": 0, "scaled": 1, "shifted": 2}
-"""The numbers of ``rms_norm``'s kinds; ``NONE``: no norm."""
-NONE = -1
+NONE, ROUNDED, SCALED, SHIFTED = -1, 0, 1, 2
+KINDS = {"rounded": ROUNDED, "scaled": SCALED, "shifted": SHIFTED}
+"""The kinds of ``rms_norm``; ``NONE``: no norm."""
 
 
 @inner()
@@ -23,9 +23,9 @@ def normalise(out, to, x, at, weight, size, eps, kind):
     factor = splat(np.float32(1) / np.sqrt(mean + np.float32(eps)))
     for d in range(0, size, 16):
         y, w = mul(load_first(x, at + d, size - d), factor), load_first(weight, d, size - d)
-        if kind == 0:  # rounded to the type of out before it is multiplied
+        if kind == ROUNDED:  # to the type of out, before it is multiplied
             store_first(out, to + d, y, size - d)
             y = load_first(out, to + d, size - d)
-        elif kind == 2:
+        elif kind == SHIFTED:
             w = add(w, splat(np.float32(1)))
         store_first(out, to + d, mul(y, w), size - d)

@@ -17,6 +17,7 @@ import numpy as np
 from numba.extending import overload
 
 from ....tiles.cpu.compile import inner, inner_by_types
+from ....tiles.cpu.gemm import pad_to_fours
 from ....tiles.cpu.linking import LINKED
 from ....tiles.cpu.simd import add, exp2, load, mul, prefetch, splat, store, sub
 from ....tiles.cpu.simd_pairs import (
@@ -55,10 +56,10 @@ def load_block(rows, zipped, x, x_at, x_token, num_rows, size, row, eps):
 def _(rows, zipped, x, x_at, x_token, num_rows, size, row, eps):
     def of_float32(rows, zipped, x, x_at, x_token, num_rows, size, row, eps):
         copy_rows(rows, 0, x, x_at, x_token, num_rows, size, row, eps)
-        rows[num_rows * row : (num_rows + 3) // 4 * 4 * row] = 0
+        rows[num_rows * row : pad_to_fours(num_rows) * row] = 0
 
     def of_pairs(rows, zipped, x, x_at, x_token, num_rows, size, row, eps):
-        padded = (num_rows + 3) // 4 * 4
+        padded = pad_to_fours(num_rows)
         _copy_bits(rows, x, x_at, x_token, num_rows, size, row)
         rows[num_rows * row : padded * row] = 0
         if len(zipped) > 0:
@@ -169,12 +170,12 @@ def _(element, w, num_rows, width):
                 store(w.s, n, p)
                 store(w.ds, n, ds)
                 store(w.dbias, n, add(load(w.dbias, n), ds))
-        padded = (num_rows + 3) // 4 * 4
+        padded = pad_to_fours(num_rows)
         w.s[num_rows * width : padded * width] = 0
         w.ds[num_rows * width : padded * width] = 0
 
     def of_pairs(element, w, num_rows, width):
-        padded = (num_rows + 3) // 4 * 4
+        padded = pad_to_fours(num_rows)
         w.s[num_rows * width : padded * width] = 0
         w.ds[num_rows * width : padded * width] = 0
         w.tops[num_rows:padded] = np.inf

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....tiles.cpu.compile import inner
-from ....tiles.cpu.gemm import multiply
+from ....tiles.cpu.gemm import multiply, pad_to_fours
 from ....tiles.cpu.microkernels import store_4x4
 from ....tiles.cpu.simd import (
     LOG2_E,
@@ -38,7 +38,7 @@ from .operands import store_32
 @inner()
 def score(s, rows, num_rows, keys, slot, z, size):
     """``s[r, n] = Σ_d rows[r, d] · keys[d, n]`` for rows by fours."""
-    step, padded = keys_of(rows), (num_rows + 3) // 4 * 4
+    step, padded = keys_of(rows), pad_to_fours(num_rows)
     multiply(
         s, 0, z.width, as_operand(rows), 0, z.row // step, 1, as_operand(keys), z.width, padded,
         z.width, (size + step - 1) // step, False, slot * z.slot // step,
@@ -85,7 +85,7 @@ def mix_window(result, weights, by_rows, by_columns, slot, x, z, num_rows):
     if z.columns == 0:
         mix_columns(result, weights, num_rows, by_columns, slot * z.slot, z.width, z.depth)
         return
-    step, padded = keys_of(weights), (num_rows + 3) // 4 * 4
+    step, padded = keys_of(weights), pad_to_fours(num_rows)
     multiply(
         result, 0, z.columns, as_operand(weights), 0, z.width // step, 1, as_operand(by_rows),
         z.columns, padded, z.columns, (x.num_tokens + step - 1) // step, False,
@@ -96,7 +96,7 @@ def mix_window(result, weights, by_rows, by_columns, slot, x, z, num_rows):
 @inner()
 def add_outer(into, slot, weights, rows, z, num_rows):
     """``into[d, n] += Σ_r weights[r, n] · rows[r, d]``: the gradients of both products."""
-    step, padded = keys_of(weights), (num_rows + 3) // 4 * 4
+    step, padded = keys_of(weights), pad_to_fours(num_rows)
     multiply(
         into, slot * z.depth * z.width, z.width, as_operand(rows), 0, 1, z.row, as_operand(weights),
         z.width, z.depth, z.width, padded // step, True,
@@ -199,4 +199,4 @@ def softmax_rows(weights, s, num_rows, maxima, sums, width):
             store_32(weights, n, p0, p1)
             total = add(total, add(p0, p1))
         maxima[r], sums[r] = m, sum_lanes(total)
-    weights[num_rows * width : (num_rows + 3) // 4 * 4 * width] = 0
+    weights[num_rows * width : pad_to_fours(num_rows) * width] = 0
