@@ -158,8 +158,12 @@ class Inputs:
 def _make_scales(shape: Shape, kept: tuple[int, ...], device: str) -> dict[str, Tensor]:
     if shape.scales is None:
         return {}
-    size = kept[:3] if shape.scales == "token" else kept[2:3]
-    return {name: torch.rand(size, device=device) / 50 + 0.01 for name in ("k_scale", "v_scale")}
+    blocks, slots, heads = kept[:3]
+    size = (blocks, heads, slots) if shape.scales == "token" else (heads,)
+    scales = [torch.rand(size, device=device) / 50 + 0.01 for _ in range(2)]
+    if shape.scales == "token":
+        scales = [scale.transpose(1, 2) for scale in scales]  # as in a KVCache
+    return dict(zip(("k_scale", "v_scale"), scales, strict=True))
 
 
 def _draw(kept: tuple[int, ...], shape: Shape, generator: torch.Generator) -> Tensor:

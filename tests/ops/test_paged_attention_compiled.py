@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing to compil
 from test_compiled import assert_fits, check_registers, rarely
 from triton.backends.compiler import GPUTarget
 
+from pagetile import BlockPool, KVCache, LayerSpec
 from pagetile.device import DeviceInfo
 from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import PagedBatch, Problem, triton
@@ -243,11 +244,29 @@ def test_lengths_are_read_before_the_wait_where_the_batch_allows_it(size, kv_dty
     assert count_waits(launcher, tmp_path) == (2, 0)  # the loading and the computing warps
 
 
-def test_scales_of_tokens_are_read_behind_the_wait(tmp_path):
+def test_single_scales_of_tokens_are_read_behind_the_wait(tmp_path):
     """They are copied through L1, which may hold old ones."""
     question = problem(2, 128, E4M3, "token")
     launcher = make_launcher(SPECIALISED, question, allows_early_reads=True)
     assert count_waits(launcher, tmp_path) == (1, 1)
+
+
+@pytest.mark.parametrize("block_size", [16, 12])
+def test_scales_of_a_cache_are_copied_four_at_a_time(block_size, tmp_path):
+    question = problem(2, 128, E4M3, "token", block_size=block_size)
+    form = call_form(question, features=False)
+    cache = KVCache(
+        [LayerSpec(8, 128, 128)], BlockPool(2048, block_size), device="meta", dtype=E4M3
+    )
+    scale = form.k_scale._replace(strides=cache.k_scale[0].stride())
+    assert scale.shape == cache.k_scale[0].shape
+    changes = {"k_scale": scale, "v_scale": scale, "has_aligned_scales": True}
+    launcher = make_launcher(SPECIALISED, question, allows_early_reads=True, **changes)
+    ptx = assert_fits(launcher, tmp_path)
+    assert "cp.async.ca" not in ptx
+    assert count_waits(launcher, tmp_path) == (2, 0)
+    unaligned = changes | {"has_aligned_scales": False}
+    assert "cp.async.ca" in assert_fits(make_launcher(SPECIALISED, question, **unaligned), tmp_path)
 
 
 @pytest.mark.slow

@@ -935,9 +935,13 @@ def test_work_tiles_of_any_size_agree(impl, whole, split):
 @pytest.mark.parametrize(
     "lengths", [(1,), (100,), (64, 65, 3), (1500, 1, 129), (700,) * 70], ids=str
 )
-def test_early_reads_see_the_new_keys_of_the_preceding_kernel(lengths):
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=str)
+def test_early_reads_see_the_new_keys_of_the_preceding_kernel(lengths, kv_dtype):
     """Old keys are loaded while it runs; the bits equal those of a call that waits first."""
-    case = PagedCase((1,) * len(lengths), lengths, 4, 2, head_size=128, dtype=BF16)
+    case = PagedCase(
+        (1,) * len(lengths), lengths, 4, 2, head_size=128, dtype=BF16, kv_dtype=kv_dtype,
+        scales=kv_dtype and "token",
+    )  # fmt: skip
     there = make_inputs(case).to("cuda")
     batch, heads = there.batch, Heads(4, 2, 128, 128)
     early = replace(batch, allows_early_reads=True)
@@ -945,10 +949,11 @@ def test_early_reads_see_the_new_keys_of_the_preceding_kernel(lengths):
     block = batch.block_tables.gather(1, last[:, None] // 16)[:, 0] * 16
     slots = torch.where(batch.seq_lens > 0, block + last % 16, -1)[batch.cu_seqlens_q.diff() > 0]
     qkv = torch.zeros(len(slots), heads.width, device="cuda", dtype=BF16)
+    scales = {name: there.options.get(name) for name in ("k_scale", "v_scale")}
 
     def step(batch):
-        q = rotate_and_write(qkv, None, None, heads, there.k_cache, there.v_cache, slots)
-        return paged_attention(q, there.k_cache, there.v_cache, batch, impl="hopper")
+        q = rotate_and_write(qkv, None, None, heads, there.k_cache, there.v_cache, slots, **scales)
+        return paged_attention(q, there.k_cache, there.v_cache, batch, impl="hopper", **scales)
 
     step(early)
     graph = torch.cuda.CUDAGraph()

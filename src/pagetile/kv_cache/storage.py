@@ -59,8 +59,9 @@ class KVCache:
     Attributes:
         k: A layer's keys, ``[num_blocks, block_size, num_kv_heads, head_size]`` each.
         v: A layer's values, ``[num_blocks, block_size, num_kv_heads, v_head_size]`` each.
-        k_scale: The keys' scales, float32 ``[num_blocks, block_size, num_kv_heads]``; ``None``
-            for each layer of a cache that is not of 8 bits.
+        k_scale: The keys' scales, float32 ``[num_blocks, block_size, num_kv_heads]``, with strides
+            ``[num_kv_heads * block_size, 1, block_size]``; ``None`` for each layer of a cache that
+            is not of 8 bits.
         v_scale: The values' scales.
 
     Raises:
@@ -107,8 +108,9 @@ class KVCache:
     def _scales(self, num_kv_heads: int, device: torch.device | str) -> Tensor | None:
         if self.dtype not in LARGEST_CODE:
             return None
-        shape = (self.num_blocks, self.block_size, num_kv_heads)
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        # A block's scales of a head lie together, so that decode can load four at once.
+        shape = (self.num_blocks, num_kv_heads, self.block_size)
+        return torch.empty(shape, dtype=torch.float32, device=device).transpose(1, 2)
 
     @staticmethod
     def blocks_that_fit(
@@ -152,7 +154,8 @@ class KVCache:
         if src_to_dst:
             pairs = torch.tensor(src_to_dst, dtype=torch.int64, device="cpu")
             scales = [scale for scale in (*self.k_scale, *self.v_scale) if scale is not None]
-            copy_blocks([*self.k, *self.v, *scales], pairs)
+            whole = [scale.transpose(1, 2) for scale in scales]  # contiguous
+            copy_blocks([*self.k, *self.v, *whole], pairs)
 
 
 def _check_dtype(dtype: Any) -> None:

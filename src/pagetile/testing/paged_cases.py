@@ -300,6 +300,8 @@ def make_inputs(case: PagedCase) -> PagedInputs:
         # Stored values cover a quarter of their range; times the scales, about ±1.
         numbers = torch.rand(shapes[str(case.scales)], generator=generator) + 0.5
         numbers *= 4 / LARGEST_CODE[case.cache_dtype]
+        if case.scales == "token" and case.seed % 2 == 0:  # as in a ``KVCache``
+            numbers = numbers.transpose(1, 2).contiguous().transpose(1, 2)
         options[name] = tensor(numbers, torch.float32, used if case.scales == "token" else None)
     return PagedInputs(case, q, k_cache, v_cache, batch, options, out)
 

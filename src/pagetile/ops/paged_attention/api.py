@@ -22,7 +22,14 @@ from . import operator, shared_prefixes
 from .batch import PagedBatch, SharedPrefixes
 from .checks import TENSORS, check_plan, check_types, validate
 from .plan import Plan
-from .problem import Arguments, CachedCall, CallForm, Problem, form_of
+from .problem import (
+    Arguments,
+    CachedCall,
+    CallForm,
+    Problem,
+    form_of,
+    has_aligned_scales,
+)
 
 IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
 """Modules of this package, in the order in which ``impl="auto"`` tries them.
@@ -153,7 +160,7 @@ def paged_attention(
             key: tuple[Any, ...] = softmax_scale, *numbers, plan, impl
         else:
             forms = [None if tensor is None else form(tensor) for tensor in optional]
-            key = softmax_scale, *numbers, *forms, plan, impl
+            key = softmax_scale, *numbers, *forms, has_aligned_scales(k_scale, v_scale), plan, impl
         call = batch.calls.get(key)
         if call is None or not call.matches(q, k_cache, v_cache, out):
             scale = default_scale(q) if softmax_scale is None else softmax_scale

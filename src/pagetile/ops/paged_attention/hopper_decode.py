@@ -292,7 +292,9 @@ def attend_role(
                 k_tile = k_ring.index(stage * HEADS).permute((1, 0)).load(right)
                 if PAIRED:
                     k_tile, k_upper = widen_packed(k_tile, PACKED)
-                    s = mma_v2(q_upper, k_upper, mma_v2(q_tile, k_tile, nothing)) * scale
+                    # Two sums, since each product waits for the one before it.
+                    s = mma_v2(q_upper, k_upper, nothing) + mma_v2(q_tile, k_tile, nothing)
+                    s *= scale
                 else:
                     s = mma_v2(q_tile, k_tile, nothing)
                     for other in gl.static_range(1, HEADS):
@@ -319,6 +321,11 @@ def attend_role(
             if tile * TILE_N < last_first or (tile + 1) * TILE_N > least_end:
                 seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
                 s = gl.where(seen, s, float("-inf"))
+                if SCALES == "token":  # a unit may have scales of slots without a token
+                    v_scales = gl.where((key >= first_key) & (key < end_key), v_scales, 0.0)
+                    scaled = tile * TILE_N + gl.arange(0, TILE_N, layout=in_each_warp)
+                    is_scaled = (scaled >= first_key) & (scaled < end_key)
+                    scale_bits = gl.where(is_scaled, scale_bits, 0)
             new_m = gl.maximum(m, gl.max(s, 1) if GROUPED else _max_of_rows(s))
             pivot = finite(new_m)
             p = gl.exp2(s - pivot[:, None])
@@ -434,6 +441,7 @@ def decode_kernel(
     DOT: gl.constexpr, FETCH_REGS: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
     INDEPENDENT: gl.constexpr,  # whether the previous kernel writes nothing that is read here
     HEADS: gl.constexpr,  # KV heads of the caches that are joined into one of ``num_kv_heads``
+    SCALE_UNIT: gl.constexpr,  # neighbouring tokens whose scales are loaded at once
 ):  # fmt: skip
     """See the module docstring."""
     gdc_launch_dependents()
@@ -542,8 +550,7 @@ def decode_kernel(
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
                     SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_SHIFT,
-                    SPLITS_FIXED, VISIBLE,
-                    EARLY, HEADS,
+                    SPLITS_FIXED, VISIBLE, EARLY, HEADS, SCALE_UNIT,
                 )),
             ],
             worker_num_warps=[FETCH_WARPS],

@@ -36,6 +36,60 @@ def _prefetch(cache, row, used, WIDTH: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _place_of(block, block_stride, rest, UNIT: gl.constexpr):
+    """``block * block_stride + rest`` in 64 bits, of multiples of ``UNIT``.
+
+    Of a plain product the compiler would widen a 32-bit stride before the loop, and then multiply
+    64 bits, which takes four instructions instead of one.
+    """
+    stride = block_stride // UNIT
+    if block_stride.dtype == gl.int32:
+        product = gl.inline_asm_elementwise(
+            "mul.wide.s32 $0, $1, $2;", "=l,r,r", [block, stride + 0 * block],
+            dtype=gl.int64, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        product = block.to(gl.int64) * stride
+    return UNIT * (product + rest // UNIT)
+
+
+@gluon.jit
+def _slot_of(tile, keys, block_size, BLOCK_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Slots of a tile's ``keys`` in their blocks; they are the same in every tile, if possible."""
+    if BLOCK_SIZE == 0:
+        slot = (tile * TILE_N + keys) % block_size
+    elif TILE_N % BLOCK_SIZE == 0:
+        slot = keys % BLOCK_SIZE
+    else:
+        slot = (tile * TILE_N + keys) % BLOCK_SIZE
+    return slot
+
+
+@gluon.jit
+def _look_up(
+    blocks, table, key, first_key, end_key, block_size, BLOCK_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr, VISIBLE: gl.constexpr,
+):  # fmt: skip
+    """Listed block numbers of the next tile's keys, if VISIBLE, and block ids of this tile's."""
+    number = find_block_numbers(blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE)
+    ids = load_block_ids(table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE)
+    number = find_block_numbers(
+        blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+    )
+    return number, ids
+
+
+@gluon.jit
+def _copy_scales(
+    target, scale, block, block_stride, slot, slot_stride, of_head, in_unit, used
+):  # fmt: skip
+    """Copy the scales of a tile's tokens, in units whose tokens lie together."""
+    UNIT: gl.constexpr = in_unit.shape[1]
+    at = _place_of(block, block_stride, slot * slot_stride + of_head, UNIT)
+    async_copy.async_copy_global_to_shared(target, scale + at[:, None] + in_unit, mask=used)
+
+
+@gluon.jit
 def fetch_role(
     rings, bars, k_cache, v_cache, k_scale, v_scale, block_tables, seq_lens, cu_seqlens_q,
     entry, before, work, end_work, whole, num_kv_heads, window, block_size, listed,
@@ -44,7 +98,7 @@ def fetch_role(
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
-    HEADS: gl.constexpr,
+    HEADS: gl.constexpr, SCALE_UNIT: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of every tile of the range into the ring, in order.
 
@@ -67,7 +121,11 @@ def fetch_role(
     v_layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // V_LANES, V_LANES], [FETCH_WARPS, 1], [1, 0]
     )
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [FETCH_WARPS], [0])
+    by_unit: gl.constexpr = gl.BlockedLayout([1, SCALE_UNIT], [32, 1], [FETCH_WARPS, 1], [1, 0])
+    in_units: gl.constexpr = gl.SwizzledSharedLayout(SCALE_UNIT, 1, 1, [1, 0])
+    UNITS: gl.constexpr = TILE_N // SCALE_UNIT
+    unit_keys = SCALE_UNIT * gl.arange(0, UNITS, layout=gl.SliceLayout(1, by_unit))
+    in_unit = gl.arange(0, SCALE_UNIT, layout=gl.SliceLayout(0, by_unit))[None, :]
     keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, k_layout))
     v_keys = gl.arange(0, TILE_N, layout=gl.SliceLayout(1, v_layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, k_layout))
@@ -84,31 +142,31 @@ def fetch_role(
         table = block_tables + seq.to(gl.int64) * table_stride
         # Block ids are loaded one tile ahead, and listed block numbers two tiles, so that loads of
         # keys and values need not wait for them.
+        first_unit = first_key // SCALE_UNIT * SCALE_UNIT
         key = low * TILE_N + keys
-        number = find_block_numbers(
-            blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        number, block_ids = _look_up(
+            blocks, table, key, first_key, end_key, block_size, BLOCK_SIZE, TILE_N, VISIBLE
         )
-        block_ids = load_block_ids(
-            table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
-        )
-        number = find_block_numbers(
-            blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
-        )
+        if SCALES == "token":
+            unit_key = low * TILE_N + unit_keys
+            unit_number, unit_ids = _look_up(
+                blocks, table, unit_key, first_unit, end_key, block_size, BLOCK_SIZE, TILE_N,
+                VISIBLE,
+            )  # fmt: skip
         for tile in range(low, high):
             stage = step % STAGES
             key = tile * TILE_N + keys
             used = (key >= first_key) & (key < end_key)
-            slot = key % (BLOCK_SIZE if BLOCK_SIZE > 0 else block_size)
-            block = block_ids.to(gl.int64)
-            key += TILE_N
+            slot = _slot_of(tile, keys, block_size, BLOCK_SIZE, TILE_N)
+            block = block_ids
             block_ids = load_block_ids(
-                table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+                table, number, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
             )
             number = find_block_numbers(
-                blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+                blocks, key + 2 * TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
             )
-            row = block * k_block + slot * k_slot + head * HEADS * k_head
-            v_row = block * v_block + slot * v_slot + head * HEADS * v_head
+            row = _place_of(block, k_block, slot * k_slot + head * HEADS * k_head, 8)
+            v_row = _place_of(block, v_block, slot * v_slot + head * HEADS * v_head, 8)
             v_row = gl.convert_layout(v_row, gl.SliceLayout(1, v_layout))
             v_key = tile * TILE_N + v_keys
             v_used = (v_key >= first_key) & (v_key < end_key)
@@ -133,17 +191,27 @@ def fetch_role(
                     mask=v_used[:, None] & (v_columns < V_WIDTH)[None, :],
                 )
             if SCALES == "token":
-                row = block * ks_block + slot * ks_slot + head * ks_head
-                at = gl.convert_layout(row, flat)
-                is_used = gl.convert_layout(used, flat)
-                async_copy.async_copy_global_to_shared(
-                    ks_ring.index(stage), k_scale + at, mask=is_used
-                )
-                row = block * vs_block + slot * vs_slot + head * vs_head
-                at = gl.convert_layout(row, flat)
-                async_copy.async_copy_global_to_shared(
-                    vs_ring.index(stage), v_scale + at, mask=is_used
-                )
+                unit_key = tile * TILE_N + unit_keys
+                unit_used = (unit_key >= first_unit) & (unit_key < end_key)
+                slot = _slot_of(tile, unit_keys, block_size, BLOCK_SIZE, TILE_N)
+                block = unit_ids
+                unit_ids = load_block_ids(
+                    table, unit_number, unit_key + TILE_N, first_unit, end_key, block_size,
+                    BLOCK_SIZE, VISIBLE,
+                )  # fmt: skip
+                unit_number = find_block_numbers(
+                    blocks, unit_key + 2 * TILE_N, first_unit, end_key, block_size, BLOCK_SIZE,
+                    VISIBLE,
+                )  # fmt: skip
+                unit_used = unit_used[:, None] & (in_unit < SCALE_UNIT)
+                _copy_scales(
+                    ks_ring.index(stage)._reinterpret(gl.float32, [UNITS, SCALE_UNIT], in_units),
+                    k_scale, block, ks_block, slot, ks_slot, head * ks_head, in_unit, unit_used,
+                )  # fmt: skip
+                _copy_scales(
+                    vs_ring.index(stage)._reinterpret(gl.float32, [UNITS, SCALE_UNIT], in_units),
+                    v_scale, block, vs_block, slot, vs_slot, head * vs_head, in_unit, unit_used,
+                )  # fmt: skip
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
         work += count

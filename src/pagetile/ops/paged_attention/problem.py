@@ -68,6 +68,8 @@ class CallForm(NamedTuple):
     """Whether both caches begin at multiples of 16 bytes."""
     is_aligned: bool
     """Whether q and out do, too."""
+    has_aligned_scales: bool
+    """Whether scales for each token begin at multiples of 16 bytes."""
 
 
 def form_of(arguments: Arguments) -> CallForm:
@@ -91,6 +93,7 @@ def form_of(arguments: Arguments) -> CallForm:
             window,
             cap,
             *alignment(q, k_cache, v_cache, arguments.out),
+            has_aligned_scales(arguments.k_scale, arguments.v_scale),
         )
     )
 
@@ -100,6 +103,13 @@ def alignment(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -
     caches = k_cache.data_ptr() | v_cache.data_ptr()
     rows = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
     return caches % 16 == 0, (caches | rows) % 16 == 0
+
+
+def has_aligned_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> bool:
+    """Return whether scales for each token begin at multiples of 16 bytes."""
+    if k_scale is None or v_scale is None or k_scale.dim() != 3:
+        return False
+    return (k_scale.data_ptr() | v_scale.data_ptr()) % 16 == 0
 
 
 def has_aligned_rows(k_cache: Form, v_cache: Form, has_aligned_caches: bool) -> bool:

@@ -391,16 +391,17 @@ def _types(
     pages_pointer = POINTERS[cache] + ":16" * (form.is_aligned or problem.is_aligned)
     factor = 16 // min(problem.q_dtype.itemsize, cache.itemsize)
     # Separate from q's, so that the strides of q do not change how cache rows are copied.
-    rows, pages = (
+    rows, pages, scales = (
         {name: stride for name, stride in strides.items() if name.startswith(kinds)}
-        for kinds in (("out_", "q_"), ("k_", "v_"))
+        for kinds in (("out_", "q_"), ("k_", "v_"), ("ks_", "vs_"))
     )
     return {
         **dict.fromkeys(("out", "q"), rows_pointer),
         "outs": POINTERS[problem.q_dtype] + ":16",
         **dict.fromkeys(("k_cache", "v_cache"), pages_pointer),
         **dict.fromkeys(("split_accs", "split_sums"), "*fp32:16"),
-        **dict.fromkeys(("lse", "lses", "alibi_slopes", "sinks", "k_scale", "v_scale"), "*fp32"),
+        **dict.fromkeys(("lse", "lses", "alibi_slopes", "sinks"), "*fp32"),
+        **dict.fromkeys(("k_scale", "v_scale"), "*fp32" + ":16" * form.has_aligned_scales),
         **dict.fromkeys(
             ("arrivals", "block_tables", "seq_lens", "cu_seqlens_q", "visible_blocks"), "*i32"
         ),
@@ -412,6 +413,7 @@ def _types(
         **dict.fromkeys(strides, "i64"),
         **dict.fromkeys(rows, _stride_type(rows, factor, problem)),
         **dict.fromkeys(pages, _stride_type(pages, factor, problem)),
+        **dict.fromkeys(scales, _stride_type(scales, 1, problem)),
         "table_stride": "i32",
     }
 
@@ -430,6 +432,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
     is_listed = problem.max_visible is not None
     num_entries = problem.num_seqs * (problem.num_kv_heads if is_listed else 1)
     num_groups = 1 if form.shared_prefixes is None else form.shared_prefixes[1].shape[0]
+    unit = _scale_unit(problem, form)
     narrowest = 32 if paired else 16  # a power of two that a matrix product takes
     # From 64 rows on Triton uses wgmma, and then Triton 3.6 computes narrow values wrongly: 16
     # columns with keys of 128, and 32 with keys of 64.
@@ -468,13 +471,22 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "PREFETCH": not INTERPRETED,
         "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
-        # Scales for each token go through the L1 cache, which may hold stale ones. Lengths that
+        "SCALE_UNIT": unit,
+        # Single scales of tokens go through the L1 cache, which may hold stale ones. Lengths that
         # are not contiguous are copied by the previous kernel.
         "EARLY": form.allows_early_reads
         and not is_listed
-        and problem.scale_kind != "token"
+        and (problem.scale_kind != "token" or unit > 1)
         and form.seq_lens.strides == form.cu_seqlens_q.strides == (1,),
     }
+
+
+def _scale_unit(problem: Problem, form: CallForm) -> int:
+    """Return how many neighbouring tokens' scales are loaded at once: 4, if 16 bytes hold them."""
+    if problem.scale_kind != "token" or not form.has_aligned_scales or problem.block_size % 4:
+        return 1
+    strides = [_scale_strides(scale) for scale in (form.k_scale, form.v_scale)]
+    return 4 if all(slot == 1 and not (block | head) % 4 for block, slot, head in strides) else 1
 
 
 def _choose_merge(problem: Problem, plan: GpuPlan, rows: int, width: int) -> dict[str, int]:
