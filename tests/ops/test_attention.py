@@ -306,6 +306,8 @@ LARGE = [
     Case((1, 300, 64, 0, 5), (700, 300, 65, 9, 0), 6, 2, 64, causal=True, sliding_window=70),
     Case((150,), (150,), 4, 4, 80, 128, batch=3),
     Case((90,), (150,), 4, 2, 192, batch=2, sliding_window=40),
+    Case((90,), (150,), 7, 1, 128, batch=2, causal=True),
+    Case((1, 200, 5), (30, 500, 9), 10, 2, 64, causal=True, has_sinks=True),
     Case((130,), (100,), 2, 2, 160, batch=1),
     Case((600,), (600,), 1, 1, 32, batch=1, causal=True),  # cut into pieces
     Case((600,), (600,), 3, 1, 32, batch=1, sliding_window=100),

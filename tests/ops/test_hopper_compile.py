@@ -82,6 +82,9 @@ CONFIGS = [
     (ForwardConfig(BF16, 64, 16, causal=True, packed="int8", has_cap=True, has_alibi=True), 128),
     (ForwardConfig(F16, 192, 1, causal=True, has_window=True, packed="e5m2", is_far=True), 64),
     (ForwardConfig(BF16, 64, 16, causal=True, packed="e4m3", splits=True), 104),
+    # heads of a group that do not fill a warpgroup's rows
+    (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, pack=7), 8),
+    (ForwardConfig(BF16, 64, 16, causal=True, few_seqs=True, splits=True, pack=5), 24),
     # caches of 8 bits, unpacked before
     (ForwardConfig(BF16, 128, 128, causal=True, uniform=True, pack=4, is_unpacked=True), 8),
 ]
@@ -125,6 +128,14 @@ OTHER_CONFIGS = [
     (ForwardConfig(BF16, 128, 128, has_window=True, has_cap=True, is_unpacked=True), 24),
     (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, pack=4), 8),
     (ForwardConfig(BF16, 256, 16, causal=True, few_seqs=True, pack=8), 16),
+    (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, pack=7), 0),
+    (ForwardConfig(BF16, 64, 16, causal=True, uniform=True, pack=7), 56),
+    (ForwardConfig(BF16, 128, 16, causal=True, splits=True, few_seqs=True, pack=7), 24),
+    (ForwardConfig(BF16, 128, 16, causal=True, splits=True, pack=7), 104),
+    (ForwardConfig(BF16, 256, 16, causal=True, few_seqs=True, pack=6), 16),
+    (ForwardConfig(BF16, 192, 16, causal=True, few_seqs=True, pack=5), 56),
+    (ForwardConfig(BF16, 192, 16, causal=True, uniform=True, pack=3, v_head_size=128), 8),
+    (ForwardConfig(BF16, 80, 16, causal=True, packed="e4m3", pack=7), 64),
     (ForwardConfig(F16, 192, 64, causal=True, splits=True, few_seqs=True, v_head_size=128), 48),
     (ForwardConfig(BF16, 128, 16, causal=True, few_seqs=True, packed="e4m3", splits=True), 104),
     (ForwardConfig(BF16, 64, 64, causal=True, uniform=True), 48),
@@ -250,6 +261,18 @@ def check_conversion(code, parts, tile_n, most_moved):
         assert text.count("STS.128") == 2 * text.count("LDG.E.128")
         assert text.count("BAR.SYNC") <= 24  # Triton 3.6 has one before most stores
         assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
+
+
+@pytest.mark.parametrize(("pack", "stages"), [(7, 2), *rarely((5, 2), (5, 1))])
+def test_a_box_of_queries_may_have_fewer_rows_than_a_tile(pack, stages):
+    """Triton's descriptors and barriers count the rows that are copied."""
+    config = ForwardConfig(BF16, 128 * 2 // stages, 16, causal=True, few_seqs=True, pack=pack)
+    assert config.tiling.q_stages == stages
+    compiled = make_launcher(config).compile(HOPPER)
+    boxes = [meta["block_size"] for meta in compiled.metadata.tensordesc_meta]
+    assert boxes.count([64 // pack, pack, 64]) == config.staged + 1
+    rows = 64 // pack * pack * (config.tiling.warpgroups if stages > 1 else 1)
+    assert re.search(rf"expect_tx.*, {rows * 2 * config.tiling.width};", compiled.asm["ptx"])
 
 
 CAPPED = ForwardConfig(BF16, 128, 16, causal=True, uniform=True, has_cap=True)

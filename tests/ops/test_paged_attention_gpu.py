@@ -33,6 +33,8 @@ from pagetile.ops.paged_attention.plan import short_len
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
 from pagetile.ops.paged_attention.triton_work import choose_whole
+from pagetile.tiles.hopper.dividing import pack_of
+from pagetile.tiles.hopper.tiling import tiling_of
 from pagetile.tiles.triton import workspace
 
 F16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -137,7 +139,8 @@ def test_hopper_supports_its_own_problems():
     assert sum(reason is None for reason in taken) >= 3
     assert sum(decode) >= 19
     assert sum(prefill) >= 20
-    for case in (*EIGHT_BITS, *BENT, *NARROW_VALUES, *SMALL_BLOCKS):
+    odd = [case for _, case in ODD_GROUPS]
+    for case in (*EIGHT_BITS, *BENT, *NARROW_VALUES, *SMALL_BLOCKS, *odd):
         assert hopper_prefill.supports(make_inputs(replace(case, dtype=BF16)).problem, H200) is None
     for case in (*PADDED, *JOINED):
         assert hopper.supports(without_spare_rows(case).problem, H200) is None
@@ -389,19 +392,19 @@ def test_caps_and_biases_of_many_tokens_on_hopper(case, dtype):
     check_prefill(replace(case, dtype=dtype))
 
 
-bounded_case = partial(PagedCase, dtype=BF16)
+bf16_case = partial(PagedCase, dtype=BF16)
 BOUNDED = [
     *(  # of a tile's keys rows see none, or one
-        bounded_case(
+        bf16_case(
             (300, 70, 80), (900, 71, 3), 4, 2, head_size=d, block_size=b, sliding_window=window,
             logits_soft_cap=30.0, has_sinks=window > 1,
         )
         for d, b in ((64, 8), (96, 16), (128, 1), (128, 128), (256, 16))
         for window in (1, 90)
     ),
-    bounded_case((80, 90), (3, 0), 4, 2, head_size=128, logits_soft_cap=50.0, causal=False),
+    bf16_case((80, 90), (3, 0), 4, 2, head_size=128, logits_soft_cap=50.0, causal=False),
     *(  # 8 bits whose values become bfloat16
-        bounded_case(
+        bf16_case(
             (200, 70), (900, 333), 8, 2, head_size=d, kv_dtype=kv_dtype, scales="token",
             logits_soft_cap=cap,
         )
@@ -421,7 +424,7 @@ def test_capped_scores_without_a_running_maximum(case):
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_splits_of_capped_scores_are_merged(size, scale):
     """Scores of any size, and scores most of which are near the cap or its negative."""
-    case = bounded_case(
+    case = bf16_case(
         (70, 300, 9), (9000, 5000, 6000), 4, 2, size, logits_soft_cap=64.0, softmax_scale=scale,
         has_sinks=True,
     )  # fmt: skip
@@ -433,7 +436,7 @@ def test_splits_of_capped_scores_are_merged(size, scale):
 @pytest.mark.parametrize("cap", [0.1, 64.0])
 @pytest.mark.parametrize("sink", [-300.0, -64.0, 64.0, 90.0])
 def test_a_sink_may_be_past_the_cap(cap, sink):
-    case = bounded_case(
+    case = bf16_case(
         (200, 70, 80), (700, 333, 3), 8, 2, head_size=128, logits_soft_cap=cap, softmax_scale=4.0,
         has_sinks=True,
     )  # fmt: skip
@@ -446,7 +449,7 @@ def test_a_sink_may_be_past_the_cap(cap, sink):
 @pytest.mark.parametrize("cap", [0.1, 64.0])
 @pytest.mark.parametrize("power", [-12, 20])
 def test_values_under_a_cap_may_be_large_or_small(cap, power):
-    case = bounded_case(
+    case = bf16_case(
         (200, 70), (700, 333), 8, 2, head_size=128, logits_soft_cap=cap, softmax_scale=4.0
     )
     inputs = make_inputs(case)
@@ -457,7 +460,7 @@ def test_values_under_a_cap_may_be_large_or_small(cap, power):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cap", [1e-7, 65.0, 500.0])
 def test_caps_that_hopper_s_prefill_refuses_run_elsewhere(cap):
-    inputs = make_inputs(bounded_case((200, 70), (700, 333), 8, 2, 64, logits_soft_cap=cap))
+    inputs = make_inputs(bf16_case((200, 70), (700, 333), 8, 2, 64, logits_soft_cap=cap))
     assert hopper_prefill.supports(inputs.problem, DeviceInfo.of(torch.device("cuda", 0)))
     assert_matches(attend(inputs, "auto"), inputs)
 
@@ -476,7 +479,7 @@ def test_caps_that_hopper_s_prefill_refuses_run_elsewhere(cap):
 @pytest.mark.parametrize("query_lens", [(300, 70, 200), (300, 1, 70)], ids=str)
 def test_a_captured_prefill_is_valid_for_other_lengths(changes, query_lens):
     """With and without a bound of scores, and with unpacked blocks."""
-    case = bounded_case(query_lens, (900, 700, 400), 8, 2, 128, **changes)
+    case = bf16_case(query_lens, (900, 700, 400), 8, 2, 128, **changes)
     inputs = make_inputs(case).to("cuda")
     chosen = plan(inputs, "hopper_prefill", unpacks="scales" in changes)
     assert chosen.unpacks == ("scales" in changes)
@@ -646,7 +649,7 @@ def uneven_inputs(size, group, num_kv_heads, **features):
     """A batch so large that "auto" joins heads; one sequence has no keys."""
     draw = random.Random(size)
     lengths = tuple(draw.choice((1, 40, 700, draw.randint(1, 5000))) for _ in range(40))
-    case = bounded_case(
+    case = bf16_case(
         (1,) * 40, lengths, group * num_kv_heads, num_kv_heads, head_size=size, **features
     )
     return without_spare_rows(case)
@@ -762,7 +765,63 @@ def test_short_sequences_of_a_mixed_batch_share_programs(impl):
     assert prepare_short(even, form, None, decode) is None
 
 
+odd_case = partial(bf16_case, (200, 70, 9), (700, 333, 9))
+ODD_GROUPS = [  # (heads that share a tile, a case in which they leave rows of it empty)
+    (7, odd_case(14, 2, head_size=64)),
+    (7, odd_case(14, 2, head_size=128)),
+    (7, odd_case(14, 2, head_size=256, dtype=F16)),
+    (7, odd_case(7, 1, head_size=192, v_head_size=128, sliding_window=100)),
+    (7, odd_case(7, 1, head_size=192, block_size=1, causal=False)),
+    (7, odd_case(14, 2, head_size=64, logits_soft_cap=5.0, has_sinks=True)),
+    (7, odd_case(14, 2, head_size=128, logits_soft_cap=5.0, has_alibi=True, has_sinks=True)),
+    (7, odd_case(14, 2, head_size=128, kv_dtype=E4M3, scales="head")),
+    (7, bf16_case((70, 300, 9), (9000, 5000, 6000), 7, 1, head_size=128, has_sinks=True)),
+    (7, bf16_case((300,), (9000,), 14, 2, head_size=64, sliding_window=5000)),
+    (7, bf16_case((1187,), (9938,), 7, 1, head_size=128)),
+    (7, bf16_case((1, 300, 4, 1, 0, 17), (20000, 700, 5000, 3, 100, 900), 14, 2, head_size=128)),
+    (7, bf16_case((40, 33, 1, 10) * 10, (64, 200, 300, 9) * 10, 14, 2, head_size=128)),
+    (5, odd_case(10, 2, head_size=128, has_alibi=True)),
+    (5, odd_case(5, 1, head_size=256, has_sinks=True, sliding_window=100)),
+    (5, bf16_case((40, 33, 1, 10) * 10, (64, 200, 300, 9) * 10, 10, 2, head_size=64)),
+    (5, bf16_case((70, 300, 9), (9000, 5000, 6000), 5, 1, head_size=64)),
+    (3, odd_case(6, 2, head_size=64, causal=False)),
+    (3, odd_case(3, 1, head_size=128, block_size=1, has_alibi=True)),
+    (6, odd_case(12, 2, head_size=256)),
+    (6, bf16_case((70,), (9000,), 12, 1, head_size=128, has_sinks=True, has_alibi=True)),
+    (12, bf16_case((6, 9, 10), (700, 333, 10), 12, 1, head_size=64, has_alibi=True)),
+    (28, bf16_case((3, 4, 4), (700, 333, 4), 28, 1, head_size=128, has_alibi=True)),
+    (60, bf16_case((2, 1, 2), (700, 333, 40), 60, 1, head_size=128, has_sinks=True)),
+]
+
+
+def test_odd_groups_are_packed():
+    for pack, case in ODD_GROUPS:
+        sizes = case.head_size, case.v_head_size or case.head_size
+        group = case.num_heads // case.num_kv_heads
+        assert pack_of(group, max(case.query_lens), tiling_of(*sizes)) == pack
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("pack", "case"), ODD_GROUPS, ids=str)
+def test_rows_of_a_tile_without_queries(pack, case):
+    """They are not stored, whatever an earlier kernel has left in shared memory."""
+    fill = make_inputs(bf16_case((512,) * 20, (512,) * 20, 8, 8, case.head_size)).to("cuda")
+    fill.q.fill_(torch.nan)
+    fill.attend(impl="hopper_prefill", out=fill.out)
+    check_prefill(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("query_lens", "heads"), [((300, 70, 200), 14), ((300, 1, 70), 10)])
+def test_a_captured_prefill_of_an_odd_group_is_valid_for_other_lengths(query_lens, heads):
+    case = PagedCase(query_lens, (900, 9000, 400), heads, 2, head_size=128, dtype=BF16)
+    inputs = make_inputs(case).to("cuda")
+    reductions = (0, 1, 129, 350, 899)
+    assert_a_captured_call_takes_other_lengths(inputs, reductions, impl="hopper_prefill")
+
+
 MANY_TILES = [
+    PagedCase((64,) * 37 + (40, 33, 1), (64,) * 20 + (200,) * 20, 14, 2, head_size=128),
     PagedCase((64,) * 37 + (40, 33, 1), (64,) * 20 + (200,) * 20, 16, 4, head_size=112),
     PagedCase((16,) * 70 + (9, 1), (40,) * 72, 24, 3, head_size=72, block_size=4),
     PagedCase((130,) * 40 + (128, 64, 63), (300,) * 43, 4, 4, head_size=128, block_size=32),
@@ -771,7 +830,7 @@ MANY_TILES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", [8, 4], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("case", MANY_TILES, ids=lambda case: f"{case.head_size}")
+@pytest.mark.parametrize("case", MANY_TILES, ids=lambda case: f"{case.num_heads}-{case.head_size}")
 def test_results_follow_one_another_into_a_slice(case, first):
     """A multiprocessor computes several tiles, whose results are stored from one shared buffer.
 

@@ -34,25 +34,38 @@ MERGE_COST = 0.75  # for values of 128
 
 _ROWS = 64  # of a warpgroup
 _USUAL_PACK = 8  # heads in a tile
+_USUAL_TOKENS = 1024  # of a sequence; batches with longer ones likely have shorter ones, too
 _DIVIDING_WARPGROUPS = 2  # of kernels that split keys
 _LONG_KEYS = 10_240  # fewest keys for which splitting the tiles of a last wave is worthwhile
 _WAVES_GAIN = 1.12  # least ratio of the time of whole waves to that of an even distribution
 
 
+def tokens_of(tiling: Tiling, pack: int) -> int:
+    """Return how many query tokens a tile has, with ``pack`` heads of each."""
+    return tiling.warpgroups * (_ROWS // pack)
+
+
 def pack_of(group: int, max_query_len: int, tiling: Tiling) -> int:
     """Return how many query heads share a tile: more when there are few tokens to fill it.
+
+    The divisor of ``group`` for which a KV head has the fewest tiles, if half of a sequence's last
+    tile is empty. Heads that do not divide a warpgroup's 64 rows leave the rest of them empty, too.
 
     Up to eight even where one head's tokens would fill it, because then fewer rows of a sequence's
     last tile are empty, and fewer keys of a tile are masked.
     """
-    pack = 1
-    while (
-        pack < _ROWS
-        and group % (2 * pack) == 0
-        and (2 * pack <= _USUAL_PACK or 2 * pack * max_query_len <= tiling.warpgroups * _ROWS)
-    ):
-        pack *= 2
-    return pack
+    packs = [pack for pack in range(1, _ROWS + 1) if group % pack == 0]
+    if group % _USUAL_PACK == 0:
+        packs = [pack for pack in packs if _ROWS % pack == 0]
+    num_tokens = min(max_query_len, _USUAL_TOKENS)
+
+    def count_tiles(pack: int) -> float:
+        return (num_tokens / tokens_of(tiling, pack) + 0.5) * (group // pack)
+
+    return min(
+        (pack for pack in packs if pack <= _USUAL_PACK or max_query_len <= tokens_of(tiling, pack)),
+        key=count_tiles,
+    )
 
 
 def divides_keys(
@@ -87,14 +100,14 @@ def divides_keys(
     """
     if num_seqs > MOST_SEQS or 2 * max_seq_len - max_query_len <= 4 * LEAST_KEYS:
         return False
-    rows = tiling.warpgroups * _ROWS
     pack = pack_of(group, max_query_len, tiling)
+    tokens, heads = tokens_of(tiling, pack), num_heads // pack
     if num_tokens == num_seqs * max_query_len:
-        items = num_seqs * -(-max_query_len * pack // rows) * (num_heads // pack)
+        items = num_seqs * -(-max_query_len // tokens) * heads
     else:  # all sequences but one may be short
         if max_seq_len <= MOST_MIXED_KEYS:
             return False
-        items = max(0, num_tokens - (num_seqs - 1) * short) * num_heads // rows
+        items = max(0, num_tokens - (num_seqs - 1) * short) * heads // tokens
     if 2 * items < 3 * num_programs:
         return True
     if (

@@ -57,8 +57,17 @@ def finish_rows(
     empty = l == 0.0
     if STORES:
         value = gl.where(empty, float("-inf"), (m + gl.log2(l)) * LN_2)
-        gl.store(lse + at, value, token < num_tokens)
+        gl.store(lse + at, value, _is_query(row, token, num_tokens, PACK))
     return gl.where(empty, 0.0, decay / l)
+
+
+@gluon.jit
+def _is_query(row, token, num_tokens, PACK: gl.constexpr):
+    """Whether rows are queries of the sequence."""
+    is_query = token < num_tokens
+    if ROWS % PACK > 0:  # the token of a warpgroup's empty last rows is the next warpgroup's
+        is_query = is_query & (row < ROWS // PACK * PACK)
+    return is_query
 
 
 @gluon.jit
@@ -77,9 +86,8 @@ def _store_by_tma(staged, result, token, head, config, WG: gl.constexpr):
     desc, tiles = staged
     tile = tiles.index(WG)
     CHUNKS: gl.constexpr = tile.shape[1] // COLUMNS
-    boxes = tile._reinterpret(
-        tile.dtype, [CHUNKS, ROWS // config.PACK, config.PACK, COLUMNS], desc.layout
-    )
+    SHAPE: gl.constexpr = desc.block_shape
+    boxes = tile._reinterpret(tile.dtype, [CHUNKS, SHAPE[0], SHAPE[1], COLUMNS], desc.layout)
     tma.store_wait(0)
     for i in gl.static_range(len(result)):
         part_of(tile, config.V_SIZE, i).store(result[i].to(tile.dtype))
@@ -101,7 +109,7 @@ def store_rows(
     token = WG * (ROWS // PACK) + row // PACK
     at = (first + token).to(gl.int64) * token_stride + (head * PACK + row % PACK) * head_stride
     column = START + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))[None, :]
-    inside = (token < num_tokens)[:, None]
+    inside = _is_query(row, token, num_tokens, PACK)[:, None]
     if START + WIDTH > config.V_SIZE:
         inside = inside & (column < config.V_SIZE)
     result = gl.convert_layout(result.to(out.dtype.element_ty), WIDE)

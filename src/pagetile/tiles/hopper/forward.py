@@ -5,7 +5,8 @@
     out[r] = Σ_n p[r, n] v[n] / l[r],  p[r, n] = 2 ** (s[r, n] - m[r]),  s = q · k · scale · log2 e
 
 The grid is persistent: a program computes tiles of queries one after another (``schedule``). Each
-warpgroup has 64 of a tile's rows, tokens × ``PACK`` heads, and visits the keys from right to left,
+warpgroup has 64 of a tile's rows, tokens × ``PACK`` heads (the last ``64 % PACK`` rows are empty:
+whatever they hold stays in them, and is not stored), and visits the keys from right to left,
 masked tiles first; a tile's last product overlaps the next tile's first::
 
     loading      Q K2 K1 K0 │ Q' K1' K0' │ ...      and  V2 V1 V0 │ V1' V0' │ ...
@@ -209,7 +210,11 @@ def _compute_role(
 def _first_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constexpr):
     """Return the weights of a tile's rightmost keys, and the softmax's state after them."""
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    causal_limit = gl.arange(0, ROWS, ROW) // config.PACK
+    # A thread has rows n and n + 8. Where their tokens are not a constant number apart, both rows'
+    # limits would take a register in the loop, so this is the first row's: see _find_row_limits.
+    causal_limit = 0
+    if ROWS % config.PACK == 0:
+        causal_limit = gl.arange(0, ROWS, ROW) // config.PACK
     causal_limit += metadata.read(tile_use, CAUSAL_LIMIT) + WG * (ROWS // config.PACK)
     num_keys = metadata.read(tile_use, NUM_KEYS)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -252,8 +257,18 @@ def _find_slope(s, scoring, exists, metadata, tile_use, config):
 
 
 @gluon.jit
+def _find_row_limits(causal_limit, s, config):
+    """Each row's own key."""
+    if ROWS % config.PACK > 0:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+        causal_limit = row // config.PACK + causal_limit
+    return causal_limit
+
+
+@gluon.jit
 def _apply_score_mods(s, causal_limit, num_keys, scoring, slope, masked, config):
     """Apply cap, ALiBi and mask to products; ``scale`` is applied later."""
+    causal_limit = _find_row_limits(causal_limit, s, config)
     if config.HAS_CAP:
         if masked:
             s = apply_mask(
@@ -282,6 +297,7 @@ def _update_bounded_softmax(s, l, causal_limit, num_keys, scoring, masked, confi
     A capped score is bounded, so there is no maximum and no rescaling. The mask comes after the
     exponentials: a branch between them and ``cap`` would keep them from overlapping.
     """
+    causal_limit = _find_row_limits(causal_limit, s, config)
     if masked:
         s = apply_mask(
             s, causal_limit, scoring.window, num_keys, 0.0, config.CAUSAL, config.HAS_WINDOW
@@ -489,7 +505,7 @@ def forward_kernel(
     out_desc,  # out in boxes like q's, if STAGED
     lse,  # [num_tokens, num_heads] float32
     # inputs
-    q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 / PACK, PACK, 64]
+    q_desc,  # [num_tokens, num_heads, head_size] in boxes of [64 // PACK, PACK, 64]
     k,  # [num_blocks, block_size, num_kv_heads, head_size] in boxes of [1, BOX, 1, 64]; or pointers
     v,
     slopes,  # [num_heads] float32, if HAS_ALIBI
@@ -576,10 +592,9 @@ def forward_kernel(
     V_DTYPE: gl.constexpr = gl.float16 if SCALES == "head" else q_desc.dtype
     BOUNDED: gl.constexpr = HAS_CAP and not HAS_ALIBI and gl.bfloat16 == V_DTYPE
     config = KernelConfig(
-        HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS, CAUSAL, HAS_WINDOW,
-        HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM, STAGED, PINGPONG, SPARSE, SPLITS,
-        KEY_TILES, DRAWS, EARLY, PACKED, SCALES, HOLDS_Q,
-        BOUNDED,
+        HEAD_SIZE, V_SIZE, BLOCK_SIZE, BOX, ATOMS, GATHER, PACK, WARPGROUPS,
+        WARPGROUPS * (ROWS // PACK), CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, HAS_SINKS, UNIFORM,
+        STAGED, PINGPONG, SPARSE, SPLITS, KEY_TILES, DRAWS, EARLY, PACKED, SCALES, HOLDS_Q, BOUNDED,
     )  # fmt: skip
     batch = Batch(
         cu_seqlens_q, lengths, block_tables, table_stride, num_seqs, block_rows,
@@ -604,11 +619,11 @@ def forward_kernel(
     schedule = ()
     if SPLITS and DRAWS:
         schedule = make_last_wave(
-            batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, config
+            batch, accs, sums, arrivals, config.TOKENS, TILE_N, V_WIDTH, config
         )
     elif SPLITS:
         schedule = make_split_schedule(
-            batch, accs, sums, arrivals, WARPGROUPS * ROWS // PACK, TILE_N, V_WIDTH, CAUSAL,
+            batch, accs, sums, arrivals, config.TOKENS, TILE_N, V_WIDTH, CAUSAL,
             HAS_WINDOW,
         )  # fmt: skip
     queue = ()

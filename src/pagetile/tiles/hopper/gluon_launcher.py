@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..triton.launch import Launcher, is_aligned
@@ -25,6 +26,7 @@ class Described(NamedTuple):
     strides: Sequence[int]
     """Strides in elements, each a multiple of 16 bytes; the last is 1."""
     padding: str = "zero"
+    round_f32_to_tf32: bool = False  # read by Triton 3.7
 
 
 def is_described(x: Tensor) -> bool:
@@ -38,14 +40,39 @@ def align(x: Tensor) -> Tensor:
 
 
 class GluonLauncher(Launcher):
-    """Launches a Gluon kernel; makes descriptors of tensors passed for descriptor parameters."""
+    """Launches a Gluon kernel; makes descriptors of tensors passed for descriptor parameters.
+
+    Args:
+        kernel: As of ``Launcher``, like ``types``, ``rest`` and ``options``.
+        types: A descriptor's type is ``tensordesc<dtype[box],layout>``.
+        boxes: Boxes of descriptors that copy other boxes than their types', whose sizes must be
+            powers of two. Elements keep their order: the boxes fill a part of the shared memory.
+    """
 
     source = GluonASTSource
 
-    def __init__(self, kernel: Any, types: dict[str, str], *rest: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        types: dict[str, str],
+        *rest: Any,
+        boxes: dict[str, list[int]] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(kernel, types, *rest, **options)
-        kinds = enumerate(types.values())
-        self._described = [at for at, kind in kinds if kind.startswith("tensordesc")]
+        described = {name: kind for name, kind in types.items() if kind.startswith("tensordesc")}
+        self._described = [at for at, name in enumerate(types) if name in described]
+        self._boxes = [(boxes or {}).get(name) for name in described]
+
+    def compile(self, target: GPUTarget) -> Any:
+        """Compile as ``Launcher`` does; Triton makes descriptors with the metadata's boxes."""
+        compiled = super().compile(target)
+        described = [
+            of_type if box is None else of_type | {"block_size": box}
+            for of_type, box in zip(compiled.metadata.tensordesc_meta, self._boxes, strict=True)
+        ]
+        compiled.metadata = compiled.metadata._replace(tensordesc_meta=described)
+        return compiled
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch as ``Launcher`` does, with descriptors made of tensors."""

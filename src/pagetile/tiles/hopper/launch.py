@@ -17,7 +17,7 @@ from ...device import DeviceInfo
 from ..triton.launch import POINTERS, as_floats, is_aligned, window_of
 from ..triton.launch import refuse as refuse_triton
 from ..triton.workspace import borrow, borrow_counter
-from .dividing import MOST_DRAWN_SEQS, SLOTS, pack_of
+from .dividing import MOST_DRAWN_SEQS, SLOTS, pack_of, tokens_of
 from .forward import forward_kernel
 from .gluon_launcher import Described, GluonLauncher, align
 from .tiling import PACKED_FORMATS, TILINGS, UNIT, ForwardConfig, width_of
@@ -226,7 +226,7 @@ def _count_tiles(
     config: ForwardConfig, q: Tensor, num_seqs: int, max_query_len: int
 ) -> tuple[int, int]:
     """Return upper bounds of all tiles, and of a sequence's (of all, if lengths are unequal)."""
-    tokens = config.tiling.warpgroups * _ROWS // config.pack
+    tokens = tokens_of(config.tiling, config.pack)
     heads = q.shape[1] // config.pack
     if config.uniform:
         seq_tiles = -(-max_query_len // tokens)
@@ -321,7 +321,10 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 def make_launcher(config: ForwardConfig) -> GluonLauncher:
     """Return the launcher of the forward kernel for one configuration."""
     name, tiling = POINTERS[config.dtype][1:], config.tiling
-    rows = f"tensordesc<{name}{[_ROWS // config.pack, config.pack, _COLUMNS]},{_layout(3)!r}>"
+    box = [_ROWS // config.pack, config.pack, _COLUMNS]
+    # Triton's types need powers of two. A box of fewer rows fills the first rows of such a type.
+    box_type = box if _ROWS % config.pack == 0 else [_ROWS, 1, _COLUMNS]
+    rows = f"tensordesc<{name}{box_type},{_layout(3)!r}>"
     v_name = "fp16" if config.is_unpacked else name
     sources = [
         f"tensordesc<{kind}{boxes},{_layout(len(boxes))!r}>"
@@ -400,4 +403,5 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "WAITS": config.is_unpacked,
     }
     options = {"launch_pdl": True} if config.is_unpacked else {}
-    return GluonLauncher(forward_kernel, types, constants, num_warps=4, **options)
+    boxes = {name: box for name, kind in types.items() if kind == rows}
+    return GluonLauncher(forward_kernel, types, constants, boxes=boxes, num_warps=4, **options)

@@ -56,6 +56,7 @@ class KernelConfig:
     GATHER: gl.constexpr
     PACK: gl.constexpr
     WARPGROUPS: gl.constexpr
+    TOKENS: gl.constexpr  # query tokens of a tile
     CAUSAL: gl.constexpr
     HAS_WINDOW: gl.constexpr
     HAS_CAP: gl.constexpr
@@ -78,7 +79,7 @@ class KernelConfig:
 @gluon.jit
 def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
     """Find tile ``number``, and whether it exists."""
-    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    TOKENS: gl.constexpr = config.TOKENS
     num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
     known = number if config.DRAWS else gl.minimum(number, num_tiles - 1)
     place = (0, 1, 0, 0)
@@ -114,7 +115,7 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
 @gluon.jit
 def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, and load them and their keys."""
-    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    TOKENS: gl.constexpr = config.TOKENS
     tile_use = 0
     use = 0
     if config.DRAWS:
@@ -157,7 +158,7 @@ def _load_work(
     Returns the rings' next uses, and the drawn number.
     """
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
-    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    TOKENS: gl.constexpr = config.TOKENS
     exists, q_start, query_len, token, head, keys, record, place = _find_work(
         batch, schedule, number, TILE_N, config
     )
@@ -242,7 +243,7 @@ def _loader_barrier(config):
 @gluon.jit
 def load_values_role(v, batch, schedule, queue, v_ring, config):
     """Find the same tiles of queries, and load their values."""
-    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    TOKENS: gl.constexpr = config.TOKENS
     use = 0
     if config.DRAWS:
         count = 0
@@ -263,7 +264,7 @@ def load_values_role(v, batch, schedule, queue, v_ring, config):
 def _load_values(v, batch, schedule, number, v_ring, use, config):
     """Load tile ``number``'s values, if it exists; returns the ring's next use."""
     TILE_N: gl.constexpr = v_ring.tiles.shape[1]
-    TOKENS: gl.constexpr = config.WARPGROUPS * ROWS // config.PACK
+    TOKENS: gl.constexpr = config.TOKENS
     exists, _, query_len, token, _, keys, record, place = _find_work(
         batch, schedule, number, TILE_N, config
     )
@@ -286,14 +287,15 @@ def _load_values(v, batch, schedule, number, v_ring, use, config):
 @gluon.jit
 def _load_queries(desc, ring, use, token, head, config):
     """Load all warpgroups' queries; if ``EARLY``, each one's as it releases the previous ones."""
+    FILLED: gl.constexpr = ROWS // config.PACK * config.PACK  # rows of a box
+    BYTES: gl.constexpr = config.KEY_TILES * FILLED * ring.tiles.shape[2] * 2
     if config.EARLY:
-        BYTES: gl.constexpr = config.KEY_TILES * ROWS * ring.tiles.shape[2] * 2
         for w in gl.static_range(config.WARPGROUPS):
             ring.barriers.wait_empty(w, use)
             ready = ring.barriers.expect(w, use, BYTES)
             _load_rows(desc, ring, use, token, head, ready, config, w)
     else:
-        ready = ring.expect(use)
+        ready = ring.barriers.expect(0, use, config.WARPGROUPS * BYTES)
         for w in gl.static_range(config.WARPGROUPS):
             _load_rows(desc, ring, use, token, head, ready, config, w)
 
@@ -302,10 +304,11 @@ def _load_queries(desc, ring, use, token, head, config):
 def _load_rows(desc, ring, use, token, head, ready, config, WG: gl.constexpr):
     """Load a warpgroup's queries."""
     PACK: gl.constexpr = config.PACK
+    SHAPE: gl.constexpr = desc.block_shape
     CHUNKS: gl.constexpr = ring.tiles.shape[2] // COLUMNS
     for i in gl.static_range(config.KEY_TILES):
         boxes = ring.tile(use, WG * config.KEY_TILES + i)._reinterpret(
-            ring.tiles.dtype, [CHUNKS, ROWS // PACK, PACK, COLUMNS], desc.layout
+            ring.tiles.dtype, [CHUNKS, SHAPE[0], SHAPE[1], COLUMNS], desc.layout
         )
         for c in gl.static_range(CHUNKS):
             where = [token + WG * (ROWS // PACK), head * PACK, (i * CHUNKS + c) * COLUMNS]
