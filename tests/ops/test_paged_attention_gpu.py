@@ -605,6 +605,21 @@ JOINED = [
         )
         for d, kv_heads in ((80, 2), (80, 4), (176, 2))
     ),
+    *(
+        PagedCase(
+            (1, 1, 1), (700, 1300, 65), 4 * kv_heads, kv_heads, head_size=d, block_size=b,
+            dtype=dtype, kv_dtype=kv_dtype, scales=scales, seed=seed, **features,
+        )
+        for d, kv_heads, b, dtype, kv_dtype, scales, seed, features in (
+            (128, 2, 16, BF16, E4M3, "token", 0, {}),
+            (128, 8, 12, F16, INT8, "token", 2, {"sliding_window": 100}),
+            (128, 2, 16, BF16, E4M3, "token", 1, {"logits_soft_cap": 5.0, "has_sinks": True}),
+            (64, 4, 16, BF16, E5M2, "token", 0, {"has_alibi": True}),
+            (64, 2, 3, BF16, E5M2, "head", 0, {}),
+            (80, 2, 16, F16, INT8, "tensor", 0, {}),
+            (128, 4, 64, BF16, E4M3, "head", 0, {"has_alibi": True, "has_sinks": True}),
+        )
+    ),
 ]  # fmt: skip
 
 

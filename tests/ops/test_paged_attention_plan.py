@@ -286,9 +286,22 @@ def test_neighbouring_heads_are_read_together_until_they_end_with_a_line():
     assert heads(80, group=5) == heads(80, num_kv_heads=6) == heads(80, max_query_len=2) == 2
     assert heads(80, group=9) == heads(80, num_kv_heads=1) == heads(80, num_kv_heads=3) == 1
     assert heads(80, max_query_len=3) == 1
-    assert heads(80, max_visible=4) == heads(80, kv_dtype=torch.int8, scale_kind="head") == 1
+    assert heads(80, max_visible=4) == 1
     wide = replace(DECODE, head_size=80, v_head_size=80)
     assert make_gpu_plan(wide, H200).tile_heads == make_plan(wide, A100).tile_heads == 1
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+def test_two_heads_of_an_8_bit_cache_share_a_tile(scales):
+    def heads(*args, **changes):
+        return joined(*args, kv_dtype=torch.int8, scale_kind=scales, **changes).tile_heads
+
+    found = {size: heads(size) for size in range(16, 272, 16)}
+    assert found == {size: 2 if size <= 128 else 1 for size in found}
+    assert heads(64, v_size=144) == heads(128, group=9) == heads(128, num_kv_heads=3) == 1
+    assert heads(128, max_visible=4) == 1
+    assert [heads(128, num_seqs=n) for n in (1, 7, 8, 64)] == [1, 1, 2, 2]
+    assert heads(128, num_seqs=64, batch_invariant=True) == 1
 
 
 def test_few_heads_are_not_joined():

@@ -16,8 +16,9 @@ to ``v_even``, the second to ``v_odd``. Each half has a product of its own::
     s = q_lower · k_lower + q_upper · k_upper        acc_even += p · v_even,  acc_odd += p · v_odd
 
 A tile may hold the rows of several neighbouring KV heads (``HEADS``). All rows are multiplied with
-each head's keys or values, and only the head's own rows of the result are kept. That saves reads:
-memory is read 64 bytes at a time, and neighbouring heads can share such a sector::
+each head's keys or values, and only the head's own rows of the result are kept. Two heads of an
+8-bit cache share a softmax, and 256 neighbouring bytes are read faster than twice 128. Others share
+sectors, since memory is read 64 bytes at a time::
 
     bytes read at once  ├──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┤
     heads of 80         ├─────────── head 0 ──────────┼─────────── head 1 ──────────┤
@@ -225,7 +226,8 @@ def attend_role(
     v_column = gl.arange(0, V_ALL, layout=gl.SliceLayout(0, sums_mma))
     nothing = gl.full([TILE_M, TILE_N], 0.0, gl.float32, mma)
     if HEADS > 1:
-        row_head = (row % GROUP // (GROUP // HEADS))[:, None]
+        head_of_row = row % GROUP // (GROUP // HEADS)
+        row_head = head_of_row[:, None]
     step = 0
     while work < end_work:
         (
@@ -272,14 +274,16 @@ def attend_role(
             q_tile = _as_operand(q_tile, queries, left)
         scale *= softmax_scale / soft_cap if HAS_CAP else softmax_scale * LOG2_E
         factor = 1.0
-        if SCALES == "head":
+        if SCALES == "head" and HEADS == 1:
             scale *= gl.load(k_scale + head * ks_head)
             factor = gl.load(v_scale + head * vs_head)
+        elif SCALES == "head":
+            scale *= gl.load(k_scale + (head * HEADS + head_of_row) * ks_head)[:, None]
         m = gl.full([TILE_M], float("-inf"), gl.float32, by_row)
         sums = gl.full([TILE_M], 0.0, gl.float32, by_row) if GROUPED else nothing
         acc = gl.full([TILE_M, V], 0.0, gl.float32, sums_mma)
         acc_odd = gl.full([TILE_M, V], 0.0, gl.float32, mma) if PAIRED else 0.0
-        unit = SMALLEST
+        unit = SMALLEST if HEADS == 1 else gl.full([TILE_M], SMALLEST, gl.int32, by_row)
         for tile in range(low, high):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -289,21 +293,23 @@ def attend_role(
                 s = warpgroup_mma(queries, k_tile, nothing, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, deps=(s,)) * scale
             else:
-                k_tile = k_ring.index(stage * HEADS).permute((1, 0)).load(right)
-                if PAIRED:
-                    k_tile, k_upper = widen_packed(k_tile, PACKED)
-                    # Two sums, since each product waits for the one before it.
-                    s = mma_v2(q_upper, k_upper, nothing) + mma_v2(q_tile, k_tile, nothing)
-                    s *= scale
-                else:
-                    s = mma_v2(q_tile, k_tile, nothing)
-                    for other in gl.static_range(1, HEADS):
-                        k_tile = k_ring.index(stage * HEADS + other).permute((1, 0)).load(right)
-                        s = gl.where(row_head == other, mma_v2(q_tile, k_tile, nothing), s)
-                    s *= scale
+                s = nothing
+                for other in gl.static_range(HEADS):
+                    k_tile = k_ring.index(stage * HEADS + other).permute((1, 0)).load(right)
+                    if PAIRED:
+                        # Two sums, since each product waits for the one before it.
+                        k_tile, k_upper = widen_packed(k_tile, PACKED)
+                        products = mma_v2(q_upper, k_upper, nothing)
+                        products += mma_v2(q_tile, k_tile, nothing)
+                    else:
+                        products = mma_v2(q_tile, k_tile, nothing)
+                    if SCALES == "token" and HEADS > 1:
+                        products *= ks_ring.index(stage * HEADS + other).load(by_key)[None, :]
+                    s = products if HEADS == 1 else gl.where(row_head == other, products, s)
+                s *= scale
                 if HEADS == 1:
                     v_tile = v_ring.index(stage).load(right)
-                if SCALES == "token":
+                if SCALES == "token" and HEADS == 1:
                     s *= ks_ring.index(stage).load(by_key)[None, :]
                     v_scales = vs_ring.index(stage).load(by_key)
                     scale_bits = vs_ring.index(stage).load(in_each_warp).to(gl.int32, bitcast=True)
@@ -321,7 +327,7 @@ def attend_role(
             if tile * TILE_N < last_first or (tile + 1) * TILE_N > least_end:
                 seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
                 s = gl.where(seen, s, float("-inf"))
-                if SCALES == "token":  # a unit may have scales of slots without a token
+                if SCALES == "token" and HEADS == 1:  # slots without a token have any scales
                     v_scales = gl.where((key >= first_key) & (key < end_key), v_scales, 0.0)
                     scaled = tile * TILE_N + gl.arange(0, TILE_N, layout=in_each_warp)
                     is_scaled = (scaled >= first_key) & (scaled < end_key)
@@ -332,7 +338,25 @@ def attend_role(
             decay = gl.exp2(m - pivot)
             sums = sums * decay + gl.sum(p, 1) if GROUPED else sums * decay[:, None] + p
             m = new_m
-            if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
+            if SCALES == "token" and HEADS > 1:
+                used = (key >= first_key) & (key < end_key)
+                in_warp = tile * TILE_N + gl.arange(0, TILE_N, layout=in_each_warp)
+                used_in_warp = (in_warp >= first_key) & (in_warp < end_key)
+                value_scales = nothing
+                tile_unit = unit
+                for other in gl.static_range(HEADS):
+                    of_head = vs_ring.index(stage * HEADS + other)
+                    v_scales = gl.where(used, of_head.load(by_key), 0.0)
+                    value_scales = gl.where(row_head == other, v_scales[None, :], value_scales)
+                    scale_bits = of_head.load(in_each_warp).to(gl.int32, bitcast=True)
+                    scale_bits = gl.where(used_in_warp, scale_bits & 0x7FFFFFFF, 0)
+                    largest = (gl.max(scale_bits, 0) >> 23) - 127
+                    tile_unit = gl.where(head_of_row == other, largest, tile_unit)
+                new_unit = gl.maximum(unit, tile_unit)
+                p *= value_scales * exp2_of(ROOM - new_unit)[:, None]
+                decay *= exp2_of(gl.maximum(unit - new_unit, -127))
+                unit = new_unit
+            elif SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
                 tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
                 new_unit = gl.maximum(unit, tile_unit)
                 p *= (v_scales * exp2_of(ROOM - new_unit))[None, :]
@@ -347,24 +371,32 @@ def attend_role(
                 mbarrier.arrive(empty.index(stage), count=1)
             else:
                 p = _as_operand(p.to(DOT), weights, left)
+                acc *= decay[:, None]
                 if PAIRED:
-                    v_tile, v_odd = split_packed(v_tile, PACKED)
-                    acc_odd = mma_v2(p, v_odd, acc_odd * decay[:, None])
-                if HEADS == 1:
-                    acc = mma_v2(p, v_tile, acc * decay[:, None])
-                else:
-                    acc *= decay[:, None]
-                    for other in gl.static_range(HEADS):
+                    acc_odd *= decay[:, None]
+                for other in gl.static_range(HEADS):
+                    if HEADS > 1:
                         v_tile = v_ring.index(stage * HEADS + other).load(right)
-                        acc = gl.where(row_head == other, mma_v2(p, v_tile, acc), acc)
+                    if PAIRED:
+                        v_tile, v_odd = split_packed(v_tile, PACKED)
+                        more = mma_v2(p, v_odd, acc_odd)
+                        acc_odd = more if HEADS == 1 else gl.where(row_head == other, more, acc_odd)
+                    more = mma_v2(p, v_tile, acc)
+                    acc = more if HEADS == 1 else gl.where(row_head == other, more, acc)
+                if HEADS > 1:
                     barrier()
                     mbarrier.arrive(empty.index(stage), count=1)
             step += 1
         l = sums if GROUPED else gl.sum(sums, 1)
         if PAIRED:
             acc = gl.convert_layout(gl.join(acc, acc_odd).reshape([TILE_M, V_ALL]), mma)
-        if SCALES == "token":
+        if SCALES == "token" and HEADS == 1:
             acc *= exp2_of(unit - ROOM)
+        elif SCALES == "token":
+            of_row = exp2_of(unit - ROOM)
+            acc *= gl.convert_layout(of_row, sums_by_row, assert_trivial=True)[:, None]
+        elif SCALES == "head" and HEADS > 1:
+            acc *= gl.load(v_scale + (head * HEADS + head_of_row) * vs_head)[:, None]
 
         # With all keys of the head, write it. Otherwise store the split, to be merged by the last
         # CTA to arrive, or by merge_kernel.
@@ -514,8 +546,8 @@ def decode_kernel(
         k_ring = gl.allocate_shared_memory(KEPT, [STAGES * HEADS, TILE_N, D // PER], k_kept)
         v_ring = gl.allocate_shared_memory(KEPT, [STAGES * HEADS, TILE_N, V // PER], v_kept)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
-        ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
-        vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES, SCALED], unswizzled)
+        ks_ring = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, SCALED], unswizzled)
+        vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, SCALED], unswizzled)
         queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_kept)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
         WEIGHTS: gl.constexpr = 16 if GROUPED else TILE_M  # wgmma reads them from registers

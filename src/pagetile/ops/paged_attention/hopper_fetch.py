@@ -204,14 +204,18 @@ def fetch_role(
                     VISIBLE,
                 )  # fmt: skip
                 unit_used = unit_used[:, None] & (in_unit < SCALE_UNIT)
-                _copy_scales(
-                    ks_ring.index(stage)._reinterpret(gl.float32, [UNITS, SCALE_UNIT], in_units),
-                    k_scale, block, ks_block, slot, ks_slot, head * ks_head, in_unit, unit_used,
-                )  # fmt: skip
-                _copy_scales(
-                    vs_ring.index(stage)._reinterpret(gl.float32, [UNITS, SCALE_UNIT], in_units),
-                    v_scale, block, vs_block, slot, vs_slot, head * vs_head, in_unit, unit_used,
-                )  # fmt: skip
+                for other in gl.static_range(HEADS):
+                    ks = ks_ring.index(stage * HEADS + other)
+                    vs = vs_ring.index(stage * HEADS + other)
+                    of_head = head * HEADS + other
+                    _copy_scales(
+                        ks._reinterpret(gl.float32, [UNITS, SCALE_UNIT], in_units), k_scale, block,
+                        ks_block, slot, ks_slot, of_head * ks_head, in_unit, unit_used,
+                    )  # fmt: skip
+                    _copy_scales(
+                        vs._reinterpret(gl.float32, [UNITS, SCALE_UNIT], in_units), v_scale, block,
+                        vs_block, slot, vs_slot, of_head * vs_head, in_unit, unit_used,
+                    )  # fmt: skip
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
         work += count

@@ -548,14 +548,16 @@ def _measured() -> dict[str, dict[str, dict[str, Any]]]:
 def _choose_tile_heads(problem: Problem) -> int:
     """Return how many neighbouring KV heads ``hopper_decode`` reads together.
 
-    As many as fill whole lines of the L2 cache, if their rows fit a tile and the batch is large.
+    As many as fill whole lines of the L2 cache, or two of an 8-bit cache, which then share a
+    softmax, if their rows fit a tile and the batch is large.
     """
-    itemsize = problem.kv_dtype.itemsize
-    # With visible_blocks, neighbouring heads read different keys.
-    if itemsize != 2 or problem.scale_kind != "none" or problem.max_visible is not None:
+    if problem.max_visible is not None:  # neighbouring heads read different keys
         return 1
+    itemsize = problem.kv_dtype.itemsize
     heads, most = 1, 4 if problem.width <= NARROW else 2
     sizes = problem.head_size, problem.v_head_size
+    if itemsize == 1:
+        heads = most = 1 if problem.width > 128 else 2
     while heads < most and any(heads * size * itemsize % LINE_BYTES for size in sizes):
         heads *= 2
     while heads > 1 and (
@@ -568,6 +570,8 @@ def _choose_tile_heads(problem: Problem) -> int:
 
 
 def _joined_tiles(problem: Problem, heads: int) -> DecodeTiles:
+    if problem.kv_dtype.itemsize == 1:
+        return DecodeTiles(64, 4, 2, 2, 128, 72, heads)
     if problem.width <= 64:
         return DecodeTiles(128 // heads, 4, 3, 2, 128, 80, heads)
     if heads == 4:

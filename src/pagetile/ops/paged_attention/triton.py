@@ -215,8 +215,11 @@ def prepare(
 
 def _join_kv_heads(problem: Problem, plan: GpuPlan, kernel: Kernel) -> Problem:
     """Return the problem for a kernel whose tiles have several KV heads."""
-    is_plain = problem.scale_kind == "none" and problem.max_visible is None
-    if not kernel.joins_heads or not is_plain or problem.num_kv_heads % plan.tile_heads:
+    if (
+        not kernel.joins_heads
+        or problem.max_visible is not None
+        or problem.num_kv_heads % plan.tile_heads
+    ):
         raise ShapeError(
             f"the plan has tile_heads={plan.tile_heads}, which this call of {problem.num_kv_heads} "
             "KV heads does not take: make_plan of this problem"
