@@ -819,6 +819,39 @@ def test_the_least_float_masks_without_a_warning(kind):
     torch.testing.assert_close(found.out, wanted.out)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")  # NumPy's, interpreting
+@pytest.mark.parametrize("kind", ["mask", "bool", "bias"])
+@pytest.mark.parametrize(("value", "is_hidden"), [(torch.finfo(F32).min, True), (-1e30, False)])
+def test_a_row_of_finite_masks_is_a_mean_unless_base_2_cannot_hold_them(
+    kind, impl, value, is_hidden
+):
+    """The kernels gave 0 and the reference the sum of the values."""
+    q, k, v = torch.randn(3, 2, 2, 6, 16, device="cuda" if ON_GPU else "cpu").unbind()
+    mask = q.new_zeros(1, 6, 6).index_fill(1, torch.tensor([2], device=q.device), value)
+    options = {
+        "mask": {"mask": mask},
+        "bool": {"mask": mask == 0, "mask_value": value},
+        "bias": {"bias": mask.expand(2, 6, 6)},
+    }
+    out, lse = window_attention(q, k, v, **options[kind], impl=impl)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert torch.allclose(wanted[:, :, 2], v.mean(2), atol=1e-5)
+    if is_hidden:
+        wanted[:, :, 2] = 0
+        assert (lse[:, :, 2] == -math.inf).all()
+    torch.testing.assert_close(out, wanted)
+
+
+def test_gradients_of_the_reference_are_right_in_a_row_of_finite_masks():
+    mask = torch.zeros(1, 6, 6).index_fill(1, torch.tensor([2]), -1e9)
+    rows = torch.randn(3, 2, 2, 6, 16).requires_grad_()
+    dout = torch.randn(2, 2, 6, 16)
+    found = window_attention(*rows, mask=mask, impl="reference").out
+    wanted = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask)
+    gradients = [torch.autograd.grad(out, rows, dout)[0] for out in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7FC00001])
 def test_a_nan_shows_in_results_and_log_sum_exps(bits):
     q, k, v = torch.randn(3, 2, 1, 9, 16).unbind()

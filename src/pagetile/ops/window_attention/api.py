@@ -69,7 +69,9 @@ def window_attention(
         regions: Integers ``[num_masks, num_tokens]``, from ``shift_regions``; window ``w`` takes
             ``w % num_masks``.
         mask: Instead of regions, ``[num_masks, num_tokens, num_tokens]``: floating, added to the
-            scores, or bool, where False adds ``mask_value``. It has no gradient.
+            scores, or bool, where False adds ``mask_value``. It has no gradient. Numbers below
+            -2.3e38, such as ``torch.finfo(torch.float32).min``, count as -inf: a row with no other
+            keys gives 0, where torch's ``scaled_dot_product_attention`` gives the mean of ``v``.
         mask_value: Added to scores between regions. Every Swin uses -100 and not -inf, so that
             large scores can outweigh it.
         softmax_scale: Multiplies ``q·k``. ``None`` is ``head_size ** -0.5``, or 1 with

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...tiles.state import AttentionOutput
 from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
+
+_LEAST_SCORE = torch.finfo(torch.float32).min * math.log(2)
+"""Scores below it count as -inf: times log2(e), as kernels compute, float32 cannot hold them."""
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
@@ -71,7 +76,7 @@ def _scores(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
         if x.mask.dtype == torch.bool:
             added = torch.zeros_like(added, dtype=dtype).masked_fill(~added, x.mask_value)
         scores = (_by_image(scores, x.mask) + added.to(dtype)).flatten(0, 1)
-    return scores, q, k
+    return scores.masked_fill(scores < _LEAST_SCORE, -torch.inf), q, k
 
 
 def _scale(x: Operands) -> Tensor | float:
@@ -97,8 +102,12 @@ def _by_image(scores: Tensor, other: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    pivot = lse.masked_fill(lse == -torch.inf, 0.0)  # no visible key: -inf - -inf is NaN
-    return torch.exp(scores - pivot[..., None])
+    """The softmax of the scores, and 0 in rows without a visible key.
+
+    It is not exp(scores - lse): next to scores of -1e9, ``lse`` has lost the logarithm of the sum.
+    """
+    is_hidden = (lse == -torch.inf)[..., None]  # NaN without the first of these two fills
+    return scores.masked_fill(is_hidden, 0.0).softmax(dim=-1).masked_fill(is_hidden, 0.0)
 
 
 def _normalise_gradient(gradient: Tensor, rows: Tensor, eps: float) -> Tensor:

@@ -42,7 +42,7 @@ from .forward_kernel import attend
 from .rows import NO_NORM
 
 _LOG2_E = 1.4426950408889634
-_LARGEST = 2.0**127 / _LOG2_E
+_LARGEST = float(np.finfo(np.float32).max) / _LOG2_E
 _PARTS, _WORK_ITEMS, _WINDOWS = 32, 32, 16
 """Most parts of the windows, each with its own gradient of a head's table or dense bias; target
 number of work items; fewest windows of a part beyond that, since every part gathers its bias."""
@@ -115,9 +115,9 @@ def _additive(mask, value):
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, value)
 
 
-def _clamp_finite(value):
-    """Limit a finite ``value`` so that it is finite in base 2, too: NumPy warns of an overflow."""
-    return value if math.isinf(value) else max(-_LARGEST, min(_LARGEST, value))
+def _limit(value):
+    """Limit a mask value to float32's range in base 2, with -inf below it: NumPy would warn."""
+    return -math.inf if value < -_LARGEST else min(_LARGEST, value)
 
 
 def _float_array(parameter):
@@ -133,7 +133,7 @@ def _empty_rows(problem, q, dtype):
 def _kernel_inputs(problem, x):
     """The inputs of the kernels, and the number of threads for this amount of work."""
     q, k, v = map(_with_rows, (x.q, x.k, x.v))
-    mask_value = _clamp_finite(x.mask_value)
+    mask_value = _limit(x.mask_value)
     offsets = np.arange(problem.num_tokens, dtype=np.int64)
     if x.rel_offsets is not None:
         offsets = x.rel_offsets.to(torch.int64).numpy()
