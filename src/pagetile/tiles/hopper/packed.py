@@ -70,7 +70,8 @@ def split_packed(pairs, FORMAT: gl.constexpr):
 
 
 # Words of four values in $2 to pairs of float16 in p and q. SIGNS, $3 or 0, has the sign bits to
-# flip.
+# flip. int8 takes the upper bytes of its pairs from the offset: the warps that convert have 32
+# registers a thread, and a register for these bytes would be spilled.
 _TO_F16 = {
     "e4m3": """
         .reg .b16 h, i;
@@ -82,11 +83,11 @@ _TO_F16 = {
         prmt.b32 p, w, 0, 0x1404; prmt.b32 q, w, 0, 0x3424;
     """,
     "int8": """
-        .reg .b32 bias, offset;
+        .reg .b32 offset;
         and.b32 offset, SIGNS, 0x80008000; xor.b32 offset, offset, 0x64806480;
-        xor.b32 bias, SIGNS, 0x64646464; xor.b32 w, $2, 0x80808080;
-        prmt.b32 p, w, bias, 0x4140; sub.f16x2 p, p, offset;
-        prmt.b32 q, w, bias, 0x4342; sub.f16x2 q, q, offset;
+        xor.b32 w, $2, 0x80808080;
+        prmt.b32 p, w, offset, 0x5150; sub.f16x2 p, p, offset;
+        prmt.b32 q, w, offset, 0x5352; sub.f16x2 q, q, offset;
     """,
 }
 # An int8 is its low seven bits minus 128 if the sign bit is set. 0x4300 | low is the bfloat16
