@@ -415,6 +415,28 @@ def test_rows_that_are_copied_give_the_bits_of_those_that_need_not_be(head_size,
         assert torch.equal(found, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("score", "dlse", "is_finite"), [(44_000, 1.0, True), (1, 60_000.0, True), (1, 7e4, False)]
+)
+def test_float16_gradients_are_right_up_to_float16s_largest_pivot_and_delta(score, dlse, is_finite):
+    """Hopper stores both in float16: up to 65 504, which is a score of 45 400 in base 2."""
+    q, k, v = torch.randn(3, 4, 2, 256, 32, dtype=F16, device="cuda").unbind()
+    for x in (q, k):
+        x.fill_((score / 32) ** 0.5)
+    found, wanted = (
+        [x.detach().to(dtype).requires_grad_() for x in (q, k, v)] for dtype in (F16, F64)
+    )
+    for rows, impl in ((found, "hopper"), (wanted, "reference")):
+        out, lse = window_attention(*rows, softmax_scale=1.0, impl=impl)
+        torch.autograd.backward([out, lse], [torch.ones_like(out), torch.full_like(lse, dlse)])
+    if not is_finite:
+        assert not found[0].grad.isfinite().any()
+        return
+    for x, y in zip(found, wanted, strict=True):
+        assert (x.grad - y.grad).abs().max() < 0.05 * y.grad.abs().max()
+
+
 FAR_APART = {
     "all rows": lambda q, k: q.mul_(8),
     "a late key": lambda q, k: k[:, :, 200].mul_(20),

@@ -56,7 +56,9 @@ def window_attention(
             dimension contiguous; other strides are free, so
             ``qkv.unflatten(-1, (3, num_heads, head_size)).permute(2, 0, 3, 1, 4)`` works.
             Windows are ordered image by image. Scores of float16 inputs may be float16, as in
-            eager code: before ``softmax_scale`` they should stay below 65 504.
+            eager code: they should stay below 65 504 before ``softmax_scale`` and below 45 000
+            after it. Gradients are inf or NaN, which ``torch.amp.GradScaler`` detects, where
+            ``dout·v`` or the gradient of ``lse`` exceeds 65 504.
         k: Like ``q``.
         v: Like ``q``.
         bias_table: ``[table_size, num_heads]``, floating, ``table_size = prod(2·w - 1)`` over the
