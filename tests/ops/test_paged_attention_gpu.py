@@ -1276,3 +1276,12 @@ def test_gathered_rows_of_a_cache_of_more_elements_than_32_bits_count(elements):
     tail = cache[-100:].clone()
     result = paged_attention(q, cache, cache, batch, impl="hopper_prefill")
     assert_same_bits(result, paged_attention(q, tail, tail, small, impl="hopper_prefill"))
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_prefill_copies_scales_that_lie_farther_apart_than_32_bits_count(heads):
+    problem = make_inputs(packed_case((70,), (70,), 8, heads)).problem
+    far = torch.empty_strided((heads,), ((1 << 31) // heads,), device="meta")
+    assert hopper_prefill._of_heads(problem, far).stride() == (1,)
+    near = torch.empty_strided((heads,), ((1 << 31) // heads - 1,), device="meta")
+    assert hopper_prefill._of_heads(problem, near).stride() == near.stride()

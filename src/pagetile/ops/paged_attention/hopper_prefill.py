@@ -124,7 +124,12 @@ def _run(
 
 
 def _of_heads(problem: Problem, scale: Tensor | None) -> Tensor | None:
-    """Return scales as the kernel takes them: a single number is expanded to all KV heads."""
+    """Return scales as the kernel takes them: a single number is expanded to all KV heads.
+
+    Scales of heads are copied if they lie too far apart for the kernel's 32-bit offsets.
+    """
     if scale is not None and scale.shape in ((), (1,)):
         scale = scale.reshape(1).expand(problem.num_kv_heads)
+    if scale is not None and scale.dim() == 1 and len(scale) * scale.stride(0) >= 1 << 31:
+        scale = scale.clone(memory_format=torch.contiguous_format)
     return scale
