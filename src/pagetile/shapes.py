@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, ShapeError, UnsupportedError
 
 # The guards of torch's compiled code (2.11 to 2.13): in C++, they take a tenth of Python's time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -39,7 +39,13 @@ class Form(NamedTuple):
 
 
 def form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    """Return the fields of a tensor's ``Form`` as a plain tuple, which is faster to make."""
+    """Return the fields of a tensor's ``Form`` as a plain tuple, which is faster to make.
+
+    Raises:
+        UnsupportedError: The tensor is nested; ``check_tensors`` gives its name as well.
+    """
+    if tensor.is_nested:
+        raise _refuse_nested("an argument")
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -62,10 +68,11 @@ def forms(**tensors: torch.Tensor) -> tuple[Any, ...]:
 
     Raises:
         DTypeError: One is not a tensor; the message names it.
+        UnsupportedError: One is a nested tensor.
     """
     try:
         return tuple(map(form, tensors.values()))
-    except AttributeError:  # checked only after a failure, to keep calls fast
+    except (AttributeError, UnsupportedError):  # checked only after a failure, to keep calls fast
         check_tensors(**tensors)
         raise
 
@@ -235,13 +242,23 @@ def given(**arguments: Any) -> dict[str, Any]:
 
 
 def check_tensors(**arguments: Any) -> None:
-    """Raise DTypeError for an argument that is not a tensor, such as None."""
+    """Raise DTypeError for an argument that is not a tensor, UnsupportedError for a nested one."""
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise DTypeError(
                 f"{name} is of type {type(value).__name__}, expected a torch.Tensor"
                 f"{_conversion(name, value)}"
             )
+        if value.is_nested:
+            raise _refuse_nested(name)
+
+
+def _refuse_nested(name: str) -> UnsupportedError:
+    """Return the error for a nested tensor, whose dimensions have no sizes or symbolic ones."""
+    return UnsupportedError(
+        f"{name} is a nested tensor, expected a dense one, such as "
+        "torch.nested.to_padded_tensor(x, 0.0)"
+    )
 
 
 def _conversion(name: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """Tensors without memory of their own, and calls that are traced: right, or refused with advice."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pagetile
-from pagetile import PagedBatch, UnsupportedError
+from pagetile import BlockMask, PagedBatch, UnsupportedError
 from pagetile.integrations import vllm_ops
 
 # Of jvp's own decompositions, of vmap's fallback, and of fake tensors' addresses.
@@ -172,12 +173,78 @@ def test_sparse_tensors_are_refused(tensors):
         pagetile.copy_blocks([(k_cache.to_sparse(), v_cache)], [(0, 1)])
 
 
+ROWS, WINDOWS, CACHE = torch.ones(2, 5, 2, 16), torch.ones(2, 2, 9, 16), torch.ones(4, 16, 2, 16)
+DECODE = PagedBatch.decode(torch.ones(2, 2, dtype=torch.int32), torch.full((2,), 20).int(), 20)
+PAIRS = torch.tensor([[0, 1], [2, 3]])
+PACKED = vllm_ops.pack_cache(CACHE, CACHE)
+# (call with a tensor that becomes nested, that tensor)
+NESTED = {
+    "q": [
+        (lambda x: pagetile.attention(x, ROWS, ROWS), ROWS),
+        (lambda x: pagetile.explain_attention(x, ROWS, ROWS), ROWS),
+        (lambda x: pagetile.attention_scores(x, WINDOWS, softmax_scale=1.0), WINDOWS),
+        (lambda x: pagetile.window_attention(x, WINDOWS, WINDOWS), WINDOWS),
+        (lambda x: pagetile.explain_window_attention(x, WINDOWS, WINDOWS), WINDOWS),
+        (lambda x: pagetile.paged_attention(x, CACHE, CACHE, DECODE), ROWS[:, 0]),
+        (lambda x: pagetile.explain_paged_attention(x, CACHE, CACHE, DECODE), ROWS[:, 0]),
+        (lambda x: pagetile.plan_paged_attention(x, CACHE, CACHE, DECODE), ROWS[:, 0]),
+    ],
+    "k": [
+        (lambda x: pagetile.attention(ROWS, x, x), ROWS),
+        (lambda x: pagetile.attention_scores(WINDOWS, x), WINDOWS),
+        (lambda x: pagetile.write_kv(x, ROWS[:, 0], CACHE, CACHE, SLOTS), ROWS[:, 0]),
+    ],
+    "sinks": [(lambda x: pagetile.attention(ROWS, ROWS, ROWS, sinks=x), ROWS[0, 0])],
+    "alibi_slopes": [
+        (
+            lambda x: pagetile.paged_attention(ROWS[:, 0], CACHE, CACHE, DECODE, alibi_slopes=x),
+            ROWS[0, 0],
+        )
+    ],
+    "v_cache": [
+        (lambda x: pagetile.paged_attention(ROWS[:, 0], CACHE, x, DECODE), CACHE),
+        (lambda x: pagetile.write_kv(ROWS[:, 0], ROWS[:, 0], CACHE, x, SLOTS), CACHE),
+    ],
+    "block_tables": [
+        (lambda x: PagedBatch.decode(x, DECODE.seq_lens, 20), DECODE.block_tables),
+        (
+            lambda x: pagetile.paged_attention(
+                ROWS[:, 0], CACHE, CACHE, replace(DECODE, block_tables=x)
+            ),
+            DECODE.block_tables,
+        ),
+    ],
+    "cache": [(lambda x: pagetile.copy_blocks([x], PAIRS), CACHE)],
+    "destination": [(lambda x: pagetile.copy_blocks([(CACHE, x)], PAIRS), CACHE)],
+    "src_to_dst": [(lambda x: pagetile.copy_blocks([CACHE], x), PAIRS)],
+    "lses": [(lambda x: pagetile.merge_states(ROWS, x), ROWS[..., 0])],
+    "bias": [(lambda x: pagetile.window_attention(*[WINDOWS] * 3, bias=x), ROWS[0])],
+    "mask": [
+        (lambda x: pagetile.window_attention(*[WINDOWS] * 3, mask=x), ROWS[0]),
+        (pagetile.regions_from_mask, ROWS[0]),
+        (BlockMask, ROWS > 0),
+    ],
+    "qkv": [(lambda x: pagetile.shifted_window_attention(x, window=(3,)), ROWS)],
+    "key_cache": [
+        (
+            lambda x: vllm_ops.reshape_and_cache(
+                ROWS[:, 0], ROWS[:, 0], x, PACKED[1], SLOTS, "auto", 1.0, 1.0
+            ),
+            PACKED[0],
+        )
+    ],
+}
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused(tensors):
-    """Those of the older layout have no shape at all."""
-    nested = torch.nested.nested_tensor([tensors[1][0], tensors[1][1]])
-    with pytest.raises(UnsupportedError, match="k is a nested tensor"):
-        pagetile.attention(tensors[1], nested, nested)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_are_refused_by_name(name, layout):
+    """Those of the older layout have no shape at all, those of the newer one a symbolic one."""
+    for call, tensor in NESTED[name]:
+        nested = torch.nested.nested_tensor([*tensor.unbind()], layout=layout)
+        with pytest.raises(UnsupportedError, match=f"^{name} is a nested tensor, expected a dense"):
+            call(nested)
 
 
 def as_module(call):

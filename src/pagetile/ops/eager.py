@@ -163,10 +163,9 @@ def check_readable(operation: str, **tensors: Any) -> None:
                 f"functionalize), of which {name} is a part: call it outside of the function that "
                 "is transformed"
             )
-        if x.layout != torch.strided or x.is_nested:
+        if x.layout != torch.strided:
             raise UnsupportedError(
-                f"{name} is a nested tensor or of layout {x.layout}, expected a dense tensor: pass "
-                f"{name}.to_dense()"
+                f"{name} is of layout {x.layout}, expected a dense tensor: pass {name}.to_dense()"
             )
         if x.is_neg() or x.is_conj():
             raise UnsupportedError(

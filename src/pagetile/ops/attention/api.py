@@ -15,7 +15,7 @@ from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import default_scale, settle_scale, whole_window
 from ..dispatch import explain
-from ..eager import autocast_type, check_readable
+from ..eager import autocast_type
 from .block_mask import BlockMask
 from .checks import check
 from .operator import IMPLEMENTATIONS, attend
@@ -111,15 +111,11 @@ def attention(
         >>> result.out.sum().backward()
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_query_len, max_seq_len)
-    try:
-        q, k, v, lengths, options = _normalize(
-            q, k, v, lengths, softmax_scale=softmax_scale, sliding_window=sliding_window,
-            causal=causal, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
-            block_mask=block_mask, layout=layout,
-        )  # fmt: skip
-    except RuntimeError:  # nested tensors have no shape
-        check_readable("attention", q=q, k=k, v=v)
-        raise
+    q, k, v, lengths, options = _normalize(
+        q, k, v, lengths, softmax_scale=softmax_scale, sliding_window=sliding_window,
+        causal=causal, logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks,
+        block_mask=block_mask, layout=layout,
+    )  # fmt: skip
     out, lse = attend(
         q, k, v, lengths.cu_seqlens_q, lengths.cu_seqlens_k, options.alibi_slopes, options.sinks,
         None if block_mask is None else block_mask.mask,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DTypeError, ShapeError
+from ...shapes import check_tensors
 
 
 def _is_integer(value: object, *, least: int) -> bool:
@@ -53,6 +54,7 @@ class BlockMask:
         if not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool:
             given = self.mask.dtype if isinstance(self.mask, Tensor) else type(self.mask).__name__
             raise DTypeError(f"BlockMask's mask is {given}, expected a tensor of torch.bool")
+        check_tensors(mask=self.mask)
         if self.mask.dim() != 4:
             raise ShapeError(
                 f"BlockMask's mask has {self.mask.dim()} dimensions {list(self.mask.shape)}, "

@@ -75,7 +75,7 @@ def attention_scores(
     if torch.compiler.is_compiling():
         if impl != "auto":
             return call_uncompiled(attention_scores, q, k, softmax_scale=softmax_scale, impl=impl)
-    elif type(q) in PLAIN_TYPES and type(softmax_scale) is float:
+    elif type(q) in PLAIN_TYPES and type(softmax_scale) is float and not q.is_nested:
         call = _calls.get((q.shape, softmax_scale, impl))
         if call is not None and call.matches(q, k):
             return call.run(q, k)

@@ -403,8 +403,7 @@ def _validate(
     """Return the problem of a call with these keyword arguments."""
     for name in ("plan", "impl"):
         options.pop(name, None)
-    if options.get("softmax_scale") is None:
-        options["softmax_scale"] = default_scale(q) if isinstance(q, Tensor) else 1.0
+    options.setdefault("softmax_scale", None)
     options["sliding_window"] = whole_window(options.get("sliding_window"))
     if unknown := sorted(options.keys() - set(Arguments._fields)):
         known = ", ".join(Arguments._fields[4:])
@@ -413,5 +412,6 @@ def _validate(
         )
     arguments = Arguments(q, k_cache, v_cache, batch, **options)
     check_types(batch, **{name: getattr(arguments, name) for name in TENSORS})
-    as_number("softmax_scale", arguments.softmax_scale)
-    return validate(form_of(arguments))
+    scale = arguments.softmax_scale
+    scale = default_scale(q) if scale is None else as_number("softmax_scale", scale)
+    return validate(form_of(arguments._replace(softmax_scale=scale)))

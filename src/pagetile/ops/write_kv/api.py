@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import ShapeError
+from ...errors import ShapeError, UnsupportedError
 from ...shapes import (
     Form,
     bind,
@@ -100,7 +100,7 @@ def write_kv(
         check_readable("write_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     try:
         tensors = form(k), form(v), form(k_cache), form(v_cache), form(slot_mapping)
-    except AttributeError:  # checked only after a failure, to keep calls fast
+    except (AttributeError, UnsupportedError):  # checked only after a failure: faster
         check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
         raise
     module, spans = _dispatch(*tensors, impl)
