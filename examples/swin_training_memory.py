@@ -64,7 +64,10 @@ def main() -> None:
     for name, is_patched in (("as it is", False), ("patched", True)):
         with multiprocessing.get_context("spawn").Pool(1) as process:
             work = options.model, options.image, options.width, is_patched
-            print(f"{name}: {process.apply(step, work)}", flush=True)
+            try:
+                print(f"{name}: {process.apply(step, work)}", flush=True)
+            except (RuntimeError, ValueError) as error:  # such as an image smaller than a patch
+                parser.error(f"the model {name} cannot run --image {options.image}: {error}")
 
 
 if __name__ == "__main__":

@@ -53,3 +53,13 @@ class NoTokenLeftError(GenerationError):
 
 class EngineDeadError(PagetileError, RuntimeError):
     """The engine has stopped, because its device was lost or it was closed."""
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, for a message.
+
+    Examples:
+        >>> plural(1, "block"), plural(2000, "block")
+        ('1 block', '2,000 blocks')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import DTypeError, ShapeError, UnsupportedError
+from .errors import DTypeError, ShapeError, UnsupportedError, plural
 
 # The guards of torch's compiled code (2.11 to 2.13): in C++, they take a tenth of Python's time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -211,7 +211,7 @@ def bind(**arguments: tuple[torch.Tensor | Form | None, str]) -> dict[str, int]:
         shape = tuple(tensor.shape)
         if len(words) != len(shape):
             raise ShapeError(
-                f"{name} has {len(shape)} dimensions {list(shape)}, "
+                f"{name} has {plural(len(shape), 'dimension')} {list(shape)}, "
                 f"expected {len(words)}: [{pattern}]"
             )
         for word, size in zip(words, shape, strict=True):

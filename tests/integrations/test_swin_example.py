@@ -20,3 +20,12 @@ def test_the_example_compares_a_step_before_and_after():
     assert lines[1].startswith("patched 4 window attentions, 2 layers")
     assert lines[-1].startswith("patched: ")
     assert all("MiB on " in lines[at] for at in (0, -1))
+
+
+def test_an_image_that_the_model_cannot_run_is_an_error_of_one_line():
+    framework("monai")
+    command = [sys.executable, str(EXAMPLE), "--image", "16", "16", "16"]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+    assert "as it is cannot run --image [16, 16, 16]: spatial dim" in found.stderr.splitlines()[-1]

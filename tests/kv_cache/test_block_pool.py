@@ -63,7 +63,7 @@ def test_too_large_a_request_takes_nothing_and_says_the_numbers():
     pool.allocate(2)
     assert pool.can_allocate(3)
     assert not pool.can_allocate(4)
-    with pytest.raises(OutOfBlocksError, match=r"4 blocks are needed but 3 of 5 are free"):
+    with pytest.raises(OutOfBlocksError, match=r"4 blocks needed, but 3 of 5 are free"):
         pool.allocate(4)
     assert free_list(pool) == [2, 3, 4]
     pool.check([[0, 1]])

@@ -197,7 +197,7 @@ def test_a_block_that_was_reused_since_a_match_is_not_adopted():
 
 def test_only_an_empty_table_adopts():
     pool, table = make(block_size=4, num_tokens=1)
-    with pytest.raises(ValueError, match=r"adopt_prefix\(\) on a table of 1 blocks"):
+    with pytest.raises(ValueError, match=r"adopt_prefix\(\) on a table of 1 block,"):
         table.adopt_prefix(PrefixIndex(pool), [1, 2])
     pool.check([table.blocks])
 

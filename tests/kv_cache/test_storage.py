@@ -23,7 +23,7 @@ def test_bytes_are_those_of_all_tensors(dtype):
         return KVCache.blocks_that_fit(LAYERS, memory, block_size=4, dtype=dtype)
 
     assert (fit(one_block), fit(3 * one_block - 1), fit(3 * one_block)) == (1, 2, 3)
-    with pytest.raises(OutOfBlocksError, match="1 bytes are missing"):
+    with pytest.raises(OutOfBlocksError, match="1 byte too few"):
         fit(one_block - 1)
 
 

@@ -170,7 +170,7 @@ def test_a_wrong_argument_is_named(copy):
         copy_blocks([cache], None)
     with pytest.raises(ShapeError, match=r"a tuple of 3, expected \(source, destination\)"):
         copy_blocks([(cache, cache, cache)], [(0, 1)])
-    with pytest.raises(ShapeError, match=r"src_to_dst has 1 dimensions \[2\], expected 2"):
+    with pytest.raises(ShapeError, match=r"src_to_dst has 1 dimension \[2\], expected 2"):
         copy([cache], [0, 1])
     with pytest.raises(ShapeError, match=r"src_to_dst has 2=3 expected 2"):
         copy([cache], [[0, 1, 2]])
@@ -299,7 +299,7 @@ def test_pairs_may_be_a_list_as_tables_return_it(pairs):
         ([(torch.zeros(3, 4), None)], [(0, 1)], DTypeError, "destination is of type NoneType"),
         ([torch.zeros(3, 4)], "01", DTypeError, "src_to_dst is of type str"),
         ([torch.zeros(3, 4)], [(0, 1), (2,)], ShapeError, "expected pairs of blocks"),
-        ([torch.zeros(3, 4)], [0, 1], ShapeError, "src_to_dst has 1 dimensions"),
+        ([torch.zeros(3, 4)], [0, 1], ShapeError, "src_to_dst has 1 dimension"),
         ([torch.zeros(3, 4)], [(0.5, 1)], DTypeError, "src_to_dst is float32"),
     ],
     ids=str,

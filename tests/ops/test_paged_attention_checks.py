@@ -86,7 +86,7 @@ SHAPES = {
         {"block_tables": first(2)},
         "block_tables has num_seqs=2 but seq_lens has 3",
     ),
-    "flat tables": ({"block_tables": lambda t: t[0]}, "block_tables has 1 dimensions"),
+    "flat tables": ({"block_tables": lambda t: t[0]}, "block_tables has 1 dimension"),
     "fewer lengths": ({"seq_lens": first(2)}, "block_tables has num_seqs=3 but seq_lens has 2"),
     "no last start": (
         {"cu_seqlens_q": first(3)},
@@ -490,7 +490,7 @@ def test_a_table_that_is_too_short_for_its_sequence_is_named():
     batch = PagedBatch.of([[1, 2], [3]], [20, 17])
     with pytest.raises(
         ShapeError,
-        match=r"block_tables\[1, 1\] is -1, expected 0 to 7.*has 1 blocks, .* 17, which takes 2",
+        match=r"block_tables\[1, 1\] is -1, expected 0 to 7.*has 1 block, .* 17, which takes 2",
     ):
         paged_attention(torch.randn(2, 4, 64), k_cache, v_cache, batch)
 

@@ -92,6 +92,24 @@ def test_a_typed_conversation_goes_on_after_an_error(url, say, monkeypatch):
     assert out.endswith(answer.partition("model > ")[2])  # the message that failed was dropped
 
 
+def test_a_template_without_a_system_role_says_what_to_leave_out(say, monkeypatch, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{{ messages[0].content }}"
+    )
+    args = ("--chat-template", str(template), "--max-tokens", "4", "--device", "cpu")
+    code, _, err = say("def f(\n", *args, "--system", "Be brief.")
+    assert code == 2
+    hint = "System role not supported. If it has no system role, leave out --system\n"
+    assert err.endswith(hint)
+    assert say("def f(\n", *args)[0] == 0
+    monkeypatch.setattr(io, "StringIO", Typed)
+    code, _, err = say("def f(\n", *args, "--system", "Be brief.")
+    assert code == 0
+    assert hint.split()[-1] in err
+
+
 def test_text_that_is_not_utf8_and_a_closed_input(url, say, monkeypatch):
     code, out, err = say("h\udcffllo\n", url)
     assert (code, out, err) == (2, "", "pagetile: standard input is not UTF-8 text\n")

@@ -23,6 +23,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ..errors import plural
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -131,7 +133,7 @@ class PageMap:
         count = len(self.sequences)
         return (
             f"{count} sequence{'s hold' if count != 1 else ' holds'} {self.num_held} of "
-            f"{self.num_blocks} blocks, {self.num_shared} shared; "
+            f"{plural(self.num_blocks, 'block')}, {self.num_shared} shared; "
             f"{len(self.cached)} cached, {self.num_free} free"
         )
 

@@ -92,8 +92,10 @@ def chat(
         try:
             text = _print(answer(messages), "" if raw else "model > ")
         except RequestError as error:
+            if system and "template refuses" in str(error):
+                error = RequestError(f"{error}. If it has no system role, leave out --system")
             if not sys.stdin.isatty():
-                raise
+                raise error from None
             console.print(f"pagetile: {error}", style="red", markup=False)
             messages.pop()  # the conversation goes on without it
         else:

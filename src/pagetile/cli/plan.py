@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import RequestError
+from ..errors import RequestError, plural
 from .options import BlockSize, CacheDtype, Dtype, MaxModelLen, Model, option
 from .output import aligned, make_table
 
@@ -142,7 +142,7 @@ def _fit_rows(plan: MemoryPlan, *, has_weights: bool) -> dict[str, str]:
         "weights": format_bytes(plan.weight_bytes)
         if has_weights
         else "not known: no safetensors files",
-        "cache": f"{format_bytes(plan.cache_bytes)}: {plan.num_blocks:,} blocks of "
+        "cache": f"{format_bytes(plan.cache_bytes)}: {plural(plan.num_blocks, 'block')} of "
         f"{plan.block_size} tokens, {format_bytes(plan.block_bytes)} each",
         "tokens": f"{plan.num_tokens:,}",
         "sequences": f"{plan.num_full_sequences:,} of {full:,} tokens",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from ..errors import RequestError
+from ..errors import RequestError, plural
 from .options import (
     MODEL,
     BlockSize,
@@ -233,6 +233,7 @@ def _summary(llm: AsyncLLM, config: ServerConfig, url: str) -> str:
     tokens = engine.cache.num_blocks * engine.cache.block_size
     return (
         f"pagetile: {config.model_names[0]} at {url}/v1 on {engine.model.device}; the cache holds "
-        f"{tokens:,} tokens ({engine.cache.num_blocks:,} blocks of {engine.cache.block_size}), "
+        f"{tokens:,} tokens ({plural(engine.cache.num_blocks, 'block')} of "
+        f"{engine.cache.block_size}), "
         f"a sequence at most {engine.max_model_len:,}; pages at {url}/pages"
     )

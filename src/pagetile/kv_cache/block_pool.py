@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NoReturn
 
-from ..errors import DTypeError, OutOfBlocksError
+from ..errors import DTypeError, OutOfBlocksError, plural
 from .integers import block_ids, whole_number
 
 
@@ -124,8 +124,8 @@ class BlockPool:
         n = whole_number("n", n)
         if n > self._num_free:
             raise OutOfBlocksError(
-                f"{n} blocks are needed but {self._num_free} of {self._num_blocks} are free: "
-                "release some or make the pool larger"
+                f"{plural(n, 'block')} needed, but {self._num_free} of {self._num_blocks} are free"
+                ": release some or make the pool larger"
             )
         ends, following = self._num_blocks, self._next
         taken = []
@@ -271,5 +271,5 @@ class BlockPool:
         wrong = next(block for block in blocks if not 0 <= block < self._num_blocks)
         raise ValueError(
             f"block {wrong} is not one of 0 .. {self._num_blocks - 1}: the pool has "
-            f"{self._num_blocks} blocks"
+            f"{plural(self._num_blocks, 'block')}"
         )

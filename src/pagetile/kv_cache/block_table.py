@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ..errors import ShapeError
+from ..errors import ShapeError, plural
 from .block_pool import BlockPool
 from .integers import check_type, whole_number
 from .prefix_index import BlockHashes, PrefixIndex
@@ -148,8 +148,8 @@ class BlockTable:
         """
         if self._blocks:
             raise ValueError(
-                f"adopt_prefix() on a table of {len(self._blocks)} blocks, expected an empty one: "
-                "adopt before append(), or free() it first"
+                f"adopt_prefix() on a table of {plural(len(self._blocks), 'block')}, expected an "
+                "empty one: adopt before append(), or free() it first"
             )
         check_type("index", index, PrefixIndex, "(pool)")
         if index._pool is not self._pool:

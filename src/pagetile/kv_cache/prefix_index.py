@@ -21,7 +21,7 @@ from itertools import islice
 from struct import error as StructError
 from struct import pack
 
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError, ShapeError, plural
 from .block_pool import BlockPool
 from .integers import check_type, whole_number
 
@@ -199,7 +199,9 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise AssertionError unless blocks and digests name each other and are right."""
         if len(self._blocks) != len(self._links):
-            raise AssertionError(f"{len(self._blocks)} digests for {len(self._links)} blocks")
+            raise AssertionError(
+                f"{plural(len(self._blocks), 'digest')} for {plural(len(self._links), 'block')}"
+            )
         for block, link in self._links.items():
             if self._blocks.get(link.digest) != block:
                 found = self._blocks.get(link.digest)
@@ -283,8 +285,8 @@ class BlockHashes:
             return
         if end < start or (start and index._pack(token_ids[start - size : start]) != last.tokens):
             raise ValueError(
-                f"{len(token_ids)} tokens do not continue the {start} tokens that are hashed: give "
-                "extend() the whole sequence, not its new tokens alone; call truncate() for a "
+                f"{plural(len(token_ids), 'token')} cannot continue the {start} that are hashed: "
+                "give extend() the whole sequence, not its new tokens alone; call truncate() for a "
                 "sequence that was cut, make new hashes where tokens changed"
             )
         for i in range(start, end, size):

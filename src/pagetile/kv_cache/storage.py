@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DTypeError, OutOfBlocksError, ShapeError
+from ..errors import DTypeError, OutOfBlocksError, ShapeError, plural
 from ..ops.attention_checks import check_heads
 from ..ops.copy_blocks import copy_blocks
 from ..ops.scales import LARGEST_CODE
@@ -133,8 +133,9 @@ class KVCache:
         block_bytes = block_size * sum(layer.bytes_per_token(dtype) for layer in layers)
         if memory_bytes < block_bytes:
             raise OutOfBlocksError(
-                f"{memory_bytes:,} bytes are free for the KV cache, but one block of {block_size} "
-                f"tokens takes {block_bytes:,}: {block_bytes - memory_bytes:,} bytes are missing. "
+                f"the KV cache gets {plural(memory_bytes, 'byte')}, but one block of "
+                f"{plural(block_size, 'token')} takes {block_bytes:,}: "
+                f"{plural(block_bytes - memory_bytes, 'byte')} too few. "
                 "Free memory, or use a smaller block_size or an 8-bit kv_cache_dtype"
             )
         return memory_bytes // block_bytes

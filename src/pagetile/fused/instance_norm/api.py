@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ...device import DeviceInfo
-from ...errors import DTypeError, ShapeError, UnsupportedError
+from ...errors import DTypeError, ShapeError, UnsupportedError, plural
 from ...ops.attention_checks import as_number
 from ...ops.dispatch import choose
 from ...ops.eager import has_dispatch_observers, has_tangent, is_batched
@@ -76,7 +76,9 @@ def instance_norm(
     if not x.is_floating_point():
         raise DTypeError(f"x is {str(x.dtype).removeprefix('torch.')}, expected a floating type")
     if x.ndim < 3:
-        raise ShapeError(f"x has {x.ndim} dimensions, expected at least 3: batch, channels, grid")
+        raise ShapeError(
+            f"x has {plural(x.ndim, 'dimension')}, expected at least 3: batch, channels, grid"
+        )
     eps, negative_slope = as_number("eps", eps), as_number("negative_slope", negative_slope)
     x, residual = _strip(x), None if residual is None else _strip(residual)
     if impl == "auto" and (has_dispatch_observers(x, residual) or has_tangent(x, residual)):

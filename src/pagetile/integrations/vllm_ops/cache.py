@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, plural
 from ...ops.copy_blocks import copy_blocks as copy_cache_blocks
 from ...ops.eager import check_readable, refuse_observers
 from ...ops.scales import LARGEST_CODE
@@ -148,7 +148,8 @@ def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> N
         )
     if slot_mapping.shape[0] > key.shape[0]:
         raise ShapeError(
-            f"slot_mapping has {slot_mapping.shape[0]} slots but key has {key.shape[0]} tokens: "
+            f"slot_mapping has {plural(slot_mapping.shape[0], 'slot')} but key has "
+            f"{plural(key.shape[0], 'token')}: "
             "every slot needs a token"
         )
     if key.strides[-1] != 1 or value.strides[-1] != 1:
@@ -304,7 +305,8 @@ def _as_blocks(name: str, tensor: Tensor, size: int) -> Tensor:
     num_bytes = tensor.numel() * tensor.element_size()
     if size < 1 or num_bytes % size:
         raise ShapeError(
-            f"{name} has {num_bytes} bytes, expected a multiple of block_size_in_bytes={size}"
+            f"{name} has {plural(num_bytes, 'byte')}, expected a multiple of "
+            f"block_size_in_bytes={size}"
         )
     return tensor.view(-1).view(torch.uint8).view(-1, size)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, plural
 from ...shapes import (
     Form,
     bind,
@@ -87,10 +87,10 @@ def check_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> None:
     """Raise ShapeError unless both caches have the shapes and strides of the x-packed layout."""
     if len(key_cache.shape) != 5:
         raise ShapeError(
-            f"key_cache has {len(key_cache.shape)} dimensions {list(key_cache.shape)}, expected "
-            "the 5 of an x-packed cache [num_blocks, num_kv_heads, head_size/x, block_size, x]: "
-            "convert it with pack_cache, or call pagetile.paged_attention, which reads "
-            "[num_blocks, block_size, num_kv_heads, head_size]"
+            f"key_cache has {plural(len(key_cache.shape), 'dimension')} {list(key_cache.shape)}, "
+            "expected the 5 of an x-packed cache [num_blocks, num_kv_heads, head_size/x, "
+            "block_size, x]: convert it with pack_cache, or call pagetile.paged_attention, which "
+            "reads [num_blocks, block_size, num_kv_heads, head_size]"
         )
     x = packing(key_cache.dtype)
     if key_cache.shape[4] != x:
@@ -251,7 +251,8 @@ def check_values(
         if not 0 <= length <= most:
             raise ShapeError(
                 f"seq_lens[{seq}] is {length}, expected 0 to {most}: max_seq_len={max_seq_len}, "
-                f"and block_tables has room for {tables.shape[1]} blocks of {problem.block_size}"
+                f"and block_tables has room for {plural(tables.shape[1], 'block')} of "
+                f"{problem.block_size}"
             )
         blocks = tables[seq, : -(-length // problem.block_size)]
         wrong = ((blocks < 0) | (blocks >= problem.num_blocks)).nonzero()

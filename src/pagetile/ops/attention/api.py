@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import DTypeError, ShapeError, UnsupportedError
+from ...errors import DTypeError, ShapeError, UnsupportedError, plural
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import default_scale, settle_scale, whole_window
@@ -207,8 +207,8 @@ def _as_bshd(
         for name, tensor in {"q": q, "k": k, "v": v}.items():
             if tensor.dim() != 4:
                 raise ShapeError(
-                    f"{name} has {tensor.dim()} dimensions {list(tensor.shape)}, expected 4 with "
-                    "layout='BHSD': [batch heads sequence size]"
+                    f"{name} has {plural(tensor.dim(), 'dimension')} {list(tensor.shape)}, "
+                    "expected 4 with layout='BHSD': [batch heads sequence size]"
                 )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     is_dense = lengths.cu_seqlens_q is None and q.dim() == k.dim() == 4

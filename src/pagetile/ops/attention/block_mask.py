@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, plural
 from ...shapes import check_tensors
 
 
@@ -57,8 +57,9 @@ class BlockMask:
         check_tensors(mask=self.mask)
         if self.mask.dim() != 4:
             raise ShapeError(
-                f"BlockMask's mask has {self.mask.dim()} dimensions {list(self.mask.shape)}, "
-                "expected [batch or 1, num_heads or 1, q_blocks, k_blocks]"
+                f"BlockMask's mask has {plural(self.mask.dim(), 'dimension')} "
+                f"{list(self.mask.shape)}, expected [batch or 1, num_heads or 1, "
+                "q_blocks, k_blocks]"
             )
         for name in ("block_q", "block_k"):
             if not _is_integer(getattr(self, name), least=1):

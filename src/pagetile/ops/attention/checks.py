@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
+from ...errors import ShapeError, plural
 from ...shapes import bind, check_contiguous_rows, check_device, check_dtype, is_debugging
 from ...tiles.types import ALL_FLOATS
 from ..attention_checks import check_flag, check_heads, check_options, is_size
@@ -175,6 +175,6 @@ def _check_starts(
             )
     if values[-1] != tensor.shape[0]:
         raise ShapeError(
-            f"{name} ends with {values[-1]} but {of} has {tensor.shape[0]} rows: the last sequence "
-            "ends where they end"
+            f"{name} ends with {values[-1]} but {of} has {plural(tensor.shape[0], 'row')}: the "
+            "last sequence ends where they end"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, plural
 from ...shapes import (
     Form,
     bind,
@@ -198,5 +198,5 @@ def _check_blocks(
             wrong = low if low < 0 else high
             raise ShapeError(
                 f"src_to_dst names {name} block {wrong}, expected 0 to {num_blocks - 1}: the cache "
-                f"has {num_blocks} blocks"
+                f"has {plural(num_blocks, 'block')}"
             )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import DTypeError, ShapeError, UnsupportedError
+from ...errors import DTypeError, ShapeError, UnsupportedError, plural
 from ...shapes import (
     bind,
     check_contiguous_rows,
@@ -162,8 +162,9 @@ def _check_shared_prefixes(form: CallForm) -> None:
         )
     if not num_groups and form.seq_lens.shape[0]:
         raise ShapeError(
-            f"prefix_lens has no group, but the batch has {form.seq_lens.shape[0]} sequences: each "
-            "belongs to a group, of prefix 0 where it shares nothing"
+            "prefix_lens has no group, but the batch has "
+            f"{plural(form.seq_lens.shape[0], 'sequence')}: each belongs to a group, "
+            "of prefix 0 where it shares nothing"
         )
     check_dtype("cu_group_seqs", groups, torch.int32)
     check_dtype("prefix_lens", lens, torch.int32)

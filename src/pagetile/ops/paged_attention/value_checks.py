@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...errors import ShapeError
+from ...errors import ShapeError, plural
 from .batch import PagedBatch
 from .problem import Problem
 
@@ -112,7 +112,7 @@ def check_visible_blocks(visible_blocks: Tensor, seq_lens: Tensor, block_size: i
             raise ShapeError(
                 f"visible_blocks[{seq}, {head}, {i}] is {int(visible_blocks[seq, head, i])}, "
                 f"expected 0 to {int(counts[seq]) - 1}, or -1 after the last: sequence {seq} has "
-                f"{int(seq_lens[seq])} keys in blocks of {block_size}"
+                f"{plural(int(seq_lens[seq]), 'key')} in blocks of {block_size}"
             )
         one, other = visible_blocks[seq, head, i : i + 2].tolist()
         raise ShapeError(
@@ -152,13 +152,13 @@ def check_shared_prefixes(batch: PagedBatch, block_size: int) -> None:
             old = max(0, seq_lens[seq] - (starts[seq + 1] - starts[seq]))
             if prefix > old:
                 raise ShapeError(
-                    f"prefix_lens[{group}] is {prefix}, but sequence {seq} has {old} keys before "
-                    "its new tokens: a prefix holds none of them"
+                    f"prefix_lens[{group}] is {prefix}, but sequence {seq} has "
+                    f"{plural(old, 'key')} before its new tokens: a prefix holds none of them"
                 )
         if (tables != tables[:1]).any():
             raise ShapeError(
                 f"prefix_lens[{group}] is {prefix}, but block_tables of sequences {first} to "
-                f"{end - 1} do not begin with the same {prefix // block_size} blocks"
+                f"{end - 1} do not begin with the same {plural(prefix // block_size, 'block')}"
             )
 
 
@@ -213,7 +213,7 @@ def check_values(
     )
     if fault == _BLOCK and batch.block_tables[seq, i] == -1:
         message += (
-            f". -1 is PagedBatch.of's padding: the table has {i} blocks, but seq_lens[{seq}] is "
-            f"{seq_len}, which takes {used}. Append to the table first"
+            f". -1 is PagedBatch.of's padding: the table has {plural(i, 'block')}, but "
+            f"seq_lens[{seq}] is {seq_len}, which takes {used}. Append to the table first"
         )
     raise ShapeError(message)

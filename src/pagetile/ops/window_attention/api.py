@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...device import DeviceInfo
-from ...errors import DTypeError, ShapeError
+from ...errors import DTypeError, ShapeError, plural
 from ...shapes import check_tensors, given
 from ...tiles.state import AttentionOutput
 from ..attention_checks import as_number, default_scale, settle_scale
@@ -170,7 +170,7 @@ def _operands(
         logit_scale = logit_scale.flatten()
     if bias is not None and bias.dim() not in (3, 4):
         raise ShapeError(
-            f"bias has {bias.dim()} dimensions {list(bias.shape)}, expected 3 or 4: "
+            f"bias has {plural(bias.dim(), 'dimension')} {list(bias.shape)}, expected 3 or 4: "
             "[num_heads num_tokens num_tokens], or one for each of num_biases windows"
         )
     if bias is not None and bias.dim() == 3:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
+from ...errors import ShapeError, plural
 from ...shapes import bind, check_device, check_dtype, check_tensors, given
 from ...tiles.state import AttentionOutput
 from ...tiles.types import ALL_FLOATS
@@ -139,8 +139,8 @@ def _check(qkv: Tensor, axes: int, padding: Tensor | None) -> None:
     check_tensors(qkv=qkv, **given(padding=padding))
     if qkv.dim() != axes + 4:
         raise ShapeError(
-            f"qkv has {qkv.dim()} dimensions {list(qkv.shape)}, expected {axes + 4} for a window "
-            f"of {axes} axes: [batch, *grid, 3, num_heads, head_size]"
+            f"qkv has {plural(qkv.dim(), 'dimension')} {list(qkv.shape)}, expected {axes + 4} for "
+            f"a window of {axes} axes: [batch, *grid, 3, num_heads, head_size]"
         )
     if qkv.shape[-3] != 3:
         raise ShapeError(

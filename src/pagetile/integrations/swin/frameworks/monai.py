@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from monai.networks.nets import swin_unetr
 from torch import Tensor, nn
 
+from ....errors import plural
 from ....ops.window_attention import shift_regions
 from ..attend import WholeMap, attend_map, attend_packed, has_hooks, must_fall_back, offsets
 from ..masks import dense_mask
@@ -138,7 +139,7 @@ class BasicLayer(SwappedLayer, swin_unetr.BasicLayer):
 
     @staticmethod
     def variant(module: Any) -> str:
-        return f"MONAI, window {times(module.window_size)}, {len(module.blocks)} blocks"
+        return f"MONAI, window {times(module.window_size)}, {plural(len(module.blocks), 'block')}"
 
     @staticmethod
     def width(module: Any) -> str:
