@@ -80,8 +80,9 @@ def reshape_and_cache(
     """
     if torch.compiler.is_compiling():
         operator.write(
-            True, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-        )
+            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale,
+            is_packed=True,
+        )  # fmt: skip
         return
     refuse_observers("reshape_and_cache")
     key_cache = as_float8("key_cache", key_cache, kv_cache_dtype)
@@ -228,8 +229,8 @@ def reshape_and_cache_flash(
     """
     if torch.compiler.is_compiling():
         operator.write(
-            False, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale,
-            v_scale,
+            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale,
+            is_packed=False,
         )  # fmt: skip
         return
     check_tensors(key=key, value=value, slot_mapping=slot_mapping)

@@ -31,7 +31,7 @@ def attend(*inputs: Any) -> None:
     _call("attend", *tensors, others[12:])
 
 
-def write(is_packed: bool, *inputs: Any) -> None:
+def write(*inputs: Any, is_packed: bool) -> None:
     """Call ``reshape_and_cache``, or without ``is_packed`` its other form, by one node."""
     scales = (_as_tensor(scale, inputs[0]) for scale in inputs[6:])
     _call("write", is_packed, *inputs[:6], *scales)
