@@ -18,7 +18,8 @@ from pagetile.cli import main
 from pagetile.cli.app import app
 from pagetile.cli.prompts import BUILT_IN
 from pagetile.demo import path as demo_path
-from pagetile.engine.step import SampledToken, SampledTokens
+from pagetile.engine.step import SampledTokens
+from pagetile.errors import GenerationError
 
 SMALL = ["--num-blocks", "64", "--max-num-seqs", "8"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", *SMALL]
@@ -425,9 +426,9 @@ def test_a_tiny_pool_preempts_and_says_so(run):
 
 
 def test_a_sample_that_fails_is_named_last(run, monkeypatch):
-    def fail(self, tokens, *others):
-        failed = SampledToken(0, error="no token has a probability")
-        return SampledTokens(tokens.tolist(), dict.fromkeys(range(len(tokens)), failed))
+    def fail(self, results, rows):
+        error = GenerationError("no token has a probability")
+        return SampledTokens([0] * len(rows), {}, dict.fromkeys(range(len(rows)), error))
 
     monkeypatch.setattr("pagetile.engine.sampler.Sampler.collect", fail)
     code, _, err = run("generate", "x", *GREEDY)

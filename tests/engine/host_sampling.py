@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pagetile.engine.logprobs import TokenLogprobs
 from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_rows import SamplingInput
-from pagetile.engine.step import SampledToken, SampledTokens
-from pagetile.errors import ShapeError
+from pagetile.engine.step import SampledTokens
+from pagetile.errors import GenerationError, ShapeError
 from pagetile.shapes import bind, check_dtype
 from pagetile.transfer import send
+
+
+class SampledToken(NamedTuple):
+    """What a row gets: a token, perhaps with its log-probabilities, or an error."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    error_type: type[GenerationError] = GenerationError
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
@@ -55,11 +66,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken]:
     lengths = [len(row.prompt_token_ids) + len(row.output_token_ids) for row in rows]
     sampler.lengths.copy_(send(np.array(lengths, np.int32), logits.device))
     where = torch.arange(num_rows, device=logits.device)
-    tokens, best, logprobs = sampler.sample(logits, where, numbers)
-    found = sampler.collect(tokens.cpu().numpy(), best.cpu().numpy(), logprobs, numbers)
-    return list_tokens(found)
+    results = sampler.sample(logits, where, numbers)
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return list_tokens(sampler.collect(results, numbers))
 
 
 def list_tokens(found: SampledTokens) -> list[SampledToken]:
     """One ``SampledToken`` a row."""
-    return [found.others.get(at) or SampledToken(i) for at, i in enumerate(found.token_ids)]
+    return [
+        SampledToken(0, None, str(found.errors[at]), type(found.errors[at]))
+        if at in found.errors
+        else SampledToken(token_id, found.logprobs.get(at))
+        for at, token_id in enumerate(found.token_ids)
+    ]

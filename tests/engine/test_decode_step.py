@@ -105,7 +105,8 @@ def test_drawn_tokens_are_those_of_torch_and_the_rows_advance(dtype, temperature
         on_host = make_sampler(torch.device("cpu"), seed, temperature)
         rows = torch.tensor([3, 1, 0, 4, 2, 5, 6])
         before = on_host.lengths.clone()
-        tokens, best, _ = on_host.sample(logits[rows], rows, rows.tolist())
+        results = on_host.sample(logits[rows], rows, rows.tolist())
+        tokens, best = torch.from_numpy(results.tokens), torch.from_numpy(results.best)
         assert torch.equal(on_host.lengths[rows], before[rows] + 1)
         on_device = make_sampler(home(), seed, temperature)
         some = torch.tensor([3, 1, 0, -1, 4, 2, 5, 6], dtype=torch.int32)
@@ -144,21 +145,20 @@ def test_a_step_of_any_number_of_rows_comes_back_as_it_was_drawn(num_rows):
         setattr(by_kernels, name, getattr(by_kernels, name).to(home()))
     for count in {num_rows} if num_rows > 100 else {num_rows, (num_rows + 1) // 2}:
         rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(count))[:count]
-        tokens, best, logprobs = on_host.sample(logits[rows], rows, rows.tolist())
-        found = on_host.collect(tokens.numpy(), best.numpy(), logprobs, rows.tolist())
+        found = on_host.collect(on_host.sample(logits[rows], rows, rows.tolist()), rows.tolist())
         given = torch.cat([rows, rows.new_full((num_rows - count,), -1)]).int()
         where = given.clamp(min=0).long()
         packed = draw(logits[where].to(home()), given.to(home()), by_kernels, leaves_out=True)
-        tokens, best, logprobs = memory.receive(packed, num_rows, has_logprobs=True)
+        results = memory.receive(packed, num_rows, has_logprobs=True)
         if memory.event is not None:
             memory.record()
             memory.event.synchronize()
-        read = by_kernels.collect(tokens[:count], best[:count], logprobs[:count], rows.tolist())
+        read = by_kernels.collect(results, rows.tolist())
         assert read.token_ids == found.token_ids
-        assert read.others.keys() == found.others.keys()
-        for at, token in read.others.items():
-            assert token.logprobs.rank == found.others[at].logprobs.rank
-            assert token.logprobs.top_ids == found.others[at].logprobs.top_ids
+        assert read.logprobs.keys() == found.logprobs.keys()
+        for at, token in read.logprobs.items():
+            assert token.rank == found.logprobs[at].rank
+            assert token.top_ids == found.logprobs[at].top_ids
     assert torch.equal(by_kernels.lengths.cpu(), on_host.lengths)
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from host_sampling import sample
+from host_sampling import SampledToken, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +20,8 @@ from pagetile.engine.logprobs import (
 )
 from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_params import SamplingParams
-from pagetile.engine.sampling_rows import Feature, SamplingInput
+from pagetile.engine.sampling_rows import BY_TORCH, Feature, SamplingInput
 from pagetile.engine.sampling_tables import pack_bits
-from pagetile.engine.step import SampledToken
 from pagetile.errors import DTypeError, GenerationError, NoTokenLeftError, ShapeError
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -487,7 +486,7 @@ def test_counts_and_tails_follow_what_is_drawn():
     one.lengths[0] = 2
     found, expected = [], []
     for step in logits:
-        found.append(int(one.sample(step[None], torch.zeros(1, dtype=torch.int64), [0])[0]))
+        found += one.sample(step[None], torch.zeros(1, dtype=torch.int64), [0]).tokens.tolist()
         input_ = SamplingInput(params, (0, 1), tuple(expected), 8, 0, (), bad)
         expected.append(sample(step[None], [input_])[0].token_id)
     assert found == expected
@@ -687,9 +686,9 @@ def test_rows_are_sampled_within_a_graph_but_for_long_bad_words_and_many_logprob
 ):
     one = Sampler(2, 30, torch.device("cpu"))
     one.start([1], [SamplingInput(SamplingParams(**options), (), (), 0, 0, (), bad_words)])
-    assert one.needs_torch([0, 1]) is expected
-    assert not one.needs_torch([0])
-    assert one.has_logprobs([1]) is ("logprobs" in options)
+    assert one.uses([0, 1], BY_TORCH) is expected
+    assert not one.uses([0], BY_TORCH)
+    assert one.uses([1], Feature.LOGPROBS) is ("logprobs" in options)
 
 
 def test_greedy_tokens_carry_nothing_that_was_not_asked():

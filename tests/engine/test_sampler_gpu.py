@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,5 +57,6 @@ def test_a_row_that_starts_anew_has_tables_of_its_own() -> None:
     for turn in range(50):
         params = SamplingParams(temperature=0.0, logit_bias={turn: 5.0}, presence_penalty=1.0)
         sampler.start([0], [SamplingInput(params, [], [turn] * 3, turn, 0)])
-        drawn.append(sampler.sample(logits, where, [0])[0])
-    assert torch.cat(drawn).tolist() == [*range(50)]
+        drawn.append(sampler.sample(logits, where, [0]).tokens)
+    torch.cuda.synchronize()
+    assert np.concatenate(drawn).tolist() == [*range(50)]

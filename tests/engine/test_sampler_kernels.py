@@ -154,7 +154,7 @@ def test_what_is_drawn_with_cuts_is_kept_and_what_torch_draws(kind):
     logits = torch.stack([spread(kind, generator) for _ in rows])
     tokens, _, _, on_device = draw_by_kernels(logits, rows)
     on_host = make_sampler(rows, SIZE, torch.device("cpu"))
-    expected, _, _ = on_host.sample(logits, torch.arange(len(rows)), range(len(rows)))
+    expected, *_ = on_host.sample(logits, torch.arange(len(rows)), range(len(rows)))
     assert tokens.tolist() == expected.tolist()
     assert torch.equal(on_device.last_tokens.cpu(), tokens)
     assert torch.equal(on_device.lengths.cpu(), on_host.lengths)
@@ -284,7 +284,8 @@ def test_tokens_counts_and_logprobs_are_those_of_torch(seed, dtype):
         step_masks[i] = torch.from_numpy(mask)
     on_host = make_sampler(rows, vocab_size, torch.device("cpu"))
     where = torch.arange(12)
-    tokens, best, _ = on_host.sample(logits, where, range(12), given)
+    results = on_host.sample(logits, where, range(12), given)
+    tokens, best = torch.from_numpy(results.tokens), torch.from_numpy(results.best)
     found, top, report, on_device = draw_by_kernels(logits, rows, step_masks)
     is_good = best.isfinite()
     assert torch.equal(top.isfinite(), is_good)
@@ -365,13 +366,10 @@ def sample_both_ways(logits, inputs, host_rows, **options):
         sampler.lengths[: len(inputs)] = torch.tensor(lengths, dtype=torch.int32)
         sampler._kernels = kernels
         where = torch.tensor(host_rows, device=device)
-        tokens, best, logprobs = sampler.sample(logits.to(device), where, host_rows, **options)
-        found.append(
-            (
-                sampler.collect(tokens.cpu().numpy(), best.cpu().numpy(), logprobs, host_rows),
-                sampler,
-            )
-        )
+        results = sampler.sample(logits.to(device), where, host_rows, **options)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append((sampler.collect(results, host_rows), sampler))
     return found
 
 

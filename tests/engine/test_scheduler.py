@@ -11,7 +11,7 @@ import pytest
 from pagetile import SamplingParams
 from pagetile.engine.chunks import ChunkSizer
 from pagetile.engine.detokenizer import Detokenizer
-from pagetile.engine.request import Request, Sequence, Status
+from pagetile.engine.request import Request, Sequence
 from pagetile.engine.scheduler import Scheduler
 from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
 
@@ -160,11 +160,11 @@ def test_the_victim_is_the_one_that_loses_the_fewest_tokens() -> None:
     first, large, small, last = (steps.add(n, max_new=36) for n in (8, 16, 3, 12))
     seen = []
     for _ in range(60):
-        later = [s for s in (large, small, last) if s.status is Status.RUNNING]
+        later = [s for s in (large, small, last) if s.is_running]
         computed = {s: s.num_computed for s in later}
         num_preemptions = steps.scheduler.counts.preemptions
         steps.step()
-        gone = [s for s in later if s.status is Status.WAITING]
+        gone = [s for s in later if not s.is_running]
         if steps.scheduler.counts.preemptions == num_preemptions + 1 and len(later) > 1:
             assert gone == [min(later, key=lambda s: computed[s])]
             seen += gone
@@ -201,7 +201,7 @@ def test_a_sequence_that_would_free_no_block_is_no_victim() -> None:
     assert steps.scheduler._preemption_cost(shared) == BLOCK_SIZE, (
         "its own block counts, shared ones do not"
     )
-    assert alone.status is Status.WAITING
+    assert not alone.is_running
 
 
 def test_victims_resume_before_what_waits_for_its_first_step() -> None:
@@ -227,11 +227,11 @@ def test_a_block_is_left_for_each_running_sequence() -> None:
     assert steps.pool.num_free == 6
     late = steps.add(17)  # five blocks, and two must stay for those that run
     steps.step()
-    assert late.status is Status.WAITING
-    while running[0].status is Status.RUNNING:
+    assert not late.is_running
+    while running[0].is_running:
         steps.step()
     steps.step()
-    assert late.status is Status.RUNNING
+    assert late.is_running
     assert not steps.scheduler.counts.preemptions
 
 

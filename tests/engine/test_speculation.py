@@ -205,17 +205,14 @@ def test_rows_with_drafts_are_sampled_as_they_would_be_later() -> None:
     sampler.start([2], [input_of(output)])
     sampler.lengths[2] = 5
     rows = [2] * 6
-    tokens, best, logprobs = sampler.sample(
-        logits, torch.tensor(rows), rows, None, [draft[:n] for n in range(6)]
-    )
-    found = sampler.collect(tokens.numpy(), best.numpy(), logprobs, rows)
-    assert list_tokens(found) == expected
+    assumed = [draft[:n] for n in range(6)]
+    results = sampler.sample(logits, torch.tensor(rows), rows, None, assumed)
+    assert list_tokens(sampler.collect(results, rows)) == expected
     assert sampler.lengths.tolist() == [0, 0, 5], "the row does not advance"
     sampler.accept([2] * 5, draft)
     sampler.lengths[2] += 5
-    tokens, best, logprobs = sampler.sample(logits[5:], torch.tensor([2]), [2])
-    found = sampler.collect(tokens.numpy(), best.numpy(), logprobs, [2])
-    assert list_tokens(found) == expected[5:]
+    results = sampler.sample(logits[5:], torch.tensor([2]), [2])
+    assert list_tokens(sampler.collect(results, [2])) == expected[5:]
 
 
 # --- one rule, one test ------------------------------------------------------------------------
@@ -280,7 +277,7 @@ def test_only_accepted_tokens_are_indexed() -> None:
         engine.step()
         held = [block for block in sequence.table.blocks if block in engine._index]
         num_tokens = len(sequence.token_ids)
-        if sequence.status.name == "RUNNING":
+        if sequence.is_running:
             assert len(held) == (num_tokens - 1) // BLOCK_SIZE
             assert len(sequence.table.blocks) == -(-(num_tokens - 1) // BLOCK_SIZE)
     engine.check()

@@ -99,29 +99,26 @@ def normalize(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def explain_no_token(params: SamplingParams, best: float) -> tuple[str, type[GenerationError]]:
-    """Return message and type of the error of a row whose largest logit ``best`` is not finite.
+def explain_no_token(params: SamplingParams, best: float) -> GenerationError:
+    """Return the error of a row whose largest logit ``best`` is not finite.
 
-    The type is ``NoTokenLeftError`` if the request's own parameters caused it.
+    It is a ``NoTokenLeftError`` if the request's own parameters caused it.
     """
     restricts = params.structured_outputs or params.allowed_token_ids or params.bad_words
     if best == -math.inf and restricts:
-        message = (
+        return NoTokenLeftError(
             "the request's parameters leave no token: structured_outputs, allowed_token_ids, "
             "bad_words and min_tokens together forbid every token"
         )
-        return message, NoTokenLeftError
     if best == math.inf and params.repetition_penalty != 1.0:
-        message = (
+        return NoTokenLeftError(
             f"the request's parameters leave no token: "
             f"repetition_penalty={params.repetition_penalty} makes logits infinite"
         )
-        return message, NoTokenLeftError
-    message = (
+    return GenerationError(
         f"the largest logit is {best}, expected a finite one: -inf means that every token is "
         "forbidden; otherwise check the weights and the dtype (float16 overflows at 65504)"
     )
-    return message, GenerationError
 
 
 # name: (what is allowed, least, greatest, whether the least itself is refused)

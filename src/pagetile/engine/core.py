@@ -24,15 +24,15 @@ from ..models.paged_model import PagedModel
 from .detokenizer import Detokenizer
 from .input_processor import InputProcessor
 from .ngram import NgramProposer, verify
-from .output_processor import advance, append_plain, detokenize_rest
+from .output_processor import advance, append_plain, detokenize_rest, fail
 from .outputs import CacheCounts, Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
 from .prompt_logprobs import score_prompt
-from .request import Request, Sequence, Status
+from .request import Request, Sequence
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .step import LaunchedStep, SampledToken
+from .step import LaunchedStep
 from .structured_outputs import GrammarCompiler, fill_masks
 from .text_decoder import TextDecoder
 from .token_text import TokenText
@@ -309,7 +309,8 @@ class Engine:
             reason = "length" if sequence.error is None else "error"
             self.scheduler.finish(sequence, reason)
             request_id = sequence.request.request_id
-            self._deltas.append(Delta(request_id, 0, "", None, reason, sequence.error))
+            error = None if sequence.error is None else str(sequence.error)
+            self._deltas.append(Delta(request_id, 0, "", None, reason, error))
         return True
 
     def _launch(self, admits: bool) -> bool:
@@ -345,19 +346,22 @@ class Engine:
         kept: SequenceOf[int] = range(len(step.sampled))
         if step.drafts:
             kept = verify(step, tokens.token_ids, self.scheduler.counts)
-            self._runner.accept(launched, tokens, kept)
+            self._runner.sampler.accept(
+                [launched.rows[at] for at in kept], [tokens.token_ids[at] for at in kept]
+            )
         self.scheduler.complete(step)
-        sampled, token_ids, others = step.sampled, tokens.token_ids, tokens.others
-        if not step.drafts and not others:
+        sampled, token_ids = step.sampled, tokens.token_ids
+        if not (step.drafts or tokens.logprobs or tokens.errors):
             kept = append_plain(sampled, token_ids, self._deltas)
         for at in kept:
-            sequence = sampled[at]
-            if sequence.status is Status.FINISHED:
+            sequence, error = sampled[at], tokens.errors.get(at)
+            if sequence.is_finished:
                 continue  # it ended a step ago, or within its draft: this token is one too many
-            token = others.get(at) if others else None
-            if token is not None and token.error is not None:
+            if error is None:
+                delta = advance(sequence, token_ids[at], tokens.logprobs.get(at))
+            else:
                 self.scheduler.evict_from_prefix_cache(sequence)
-            delta = advance(sequence, token_ids[at], token)
+                delta = fail(sequence, error)
             self._deltas.append(delta)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence, delta.finish_reason)
@@ -420,7 +424,7 @@ class Engine:
         new, end = self._new_sequence(old.request, old.index), None
         for at, token_id in enumerate(old.output_token_ids):
             logprobs = None if old.logprobs is None else old.logprobs[at]
-            end = advance(new, token_id, SampledToken(token_id, logprobs)).finish_reason
+            end = advance(new, token_id, logprobs).finish_reason
         new.num_tokens = len(new.token_ids)
         return new, end
 

@@ -24,7 +24,8 @@ from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
 from ..ops.paged_attention.shared_prefixes import GPU_BYTES
 from .cuda_graphs import StepGraphs, padded_sizes, prompt_sizes
-from .sampler import Sampler, send_back
+from .sampler import Sampler
+from .sampling_rows import BY_TORCH, Feature
 from .step import SchedulerOutput, StepResults
 from .step_memory import DecodeForm, StepMemory
 
@@ -154,7 +155,7 @@ class KernelSteps:
             size,
             has_masks=has_masks,
             samples=samples,
-            has_logprobs=self.sampler.has_logprobs(rows),
+            has_logprobs=self.sampler.uses(rows, Feature.LOGPROBS),
         )
 
     @torch.inference_mode()
@@ -162,7 +163,7 @@ class KernelSteps:
         """Sample outside of the graph: with masks, and what torch code computes."""
         n = len(form.rows)
         where = self._begin.rows(form.size)[:n].long()
-        return send_back(self.sampler.sample(logits[:n], where, form.rows, masks))
+        return self.sampler.sample(logits[:n], where, form.rows, masks)
 
     @torch.inference_mode()
     def _step(
@@ -192,7 +193,7 @@ class KernelSteps:
 
     def _graphs_sample(self, rows: list[int], masks: Any) -> bool:
         """Return whether the graph samples these rows: none needs masks or torch code."""
-        return not masks and not self.sampler.needs_torch(rows)
+        return not masks and not self.sampler.uses(rows, BY_TORCH)
 
     # --- prompts ---------------------------------------------------------------------------
 
@@ -231,10 +232,10 @@ class KernelSteps:
         if not rows:
             return None
         if draws:
-            has_logprobs = self.sampler.has_logprobs(rows)
+            has_logprobs = self.sampler.uses(rows, Feature.LOGPROBS)
             return self._memories[0].receive(packed, len(logits), has_logprobs=has_logprobs)
         where = self.prompt_buffers.sampled_rows(size, len(rows))
-        return send_back(self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed))
+        return self.sampler.sample(logits[: len(rows)], where, rows, masks, assumed)
 
     def _record_prompts(self, size: int) -> tuple[Tensor, Tensor]:
         """Compute the step with prompts in the inbox; return logits and packed tokens."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 
+from ..errors import GenerationError
+from .logprobs import TokenLogprobs
 from .outputs import Delta
 from .request import Sequence
-from .step import SampledToken
 
 
 def append_plain(
@@ -35,41 +35,29 @@ def append_plain(
     return others
 
 
-def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> Delta:
-    """Append a sampled token; a delta with a ``finish_reason`` is the sequence's last.
-
-    Args:
-        sequence: The sequence.
-        token_id: The token.
-        token: Its log-probabilities or error, if it has any.
-    """
-    logprobs = prompt_logprobs = None
-    if token is not None:
-        if token.error is not None:
-            detokenize_rest(sequence)
-            sequence.error_type = token.error_type
-            return _fail(sequence, token.error)
-        logprobs = token.logprobs
-        if logprobs is not None and sequence.logprobs is not None:
-            sequence.logprobs.append(logprobs)
+def advance(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = None) -> Delta:
+    """Append a sampled token; a delta with a ``finish_reason`` is the sequence's last."""
+    prompt_logprobs = None
+    if logprobs is not None and sequence.logprobs is not None:
+        sequence.logprobs.append(logprobs)
     sequence.token_ids.append(token_id)
     request, reason, text = sequence.request, _find_end(sequence, token_id), ""
     sequence.only_appends = not request.makes_text_early and sequence.grammar is None
-    if request.first_token_time is None:
-        request.first_token_time = time.perf_counter()
-        prompt_logprobs = request.prompt_logprob_dicts
+    if request.metrics.first_token_time is None:
+        request.record("first_token_time")
+        prompt_logprobs = request.prompt_logprobs
     if reason is not None or request.makes_text_early:
         try:
             text = _make_text(sequence, [token_id], is_last=reason is not None)
         except Exception as error:
-            return _fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
+            return fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
         if sequence.detokenizer.stop_reason is not None:
             reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
     if sequence.grammar is not None and reason is None:
         try:
             sequence.grammar.accept(token_id)
         except Exception as error:
-            return _fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
+            return fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
     return Delta(  # positional, since keywords take twice as long
         request.request_id,
         sequence.index,
@@ -81,6 +69,13 @@ def advance(sequence: Sequence, token_id: int, token: SampledToken | None) -> De
         prompt_logprobs,
         sequence.stop_reason,
     )
+
+
+def fail(sequence: Sequence, error: GenerationError | str) -> Delta:
+    """Return the last delta of a sequence that has no next token, or cannot take it in."""
+    detokenize_rest(sequence)
+    sequence.error = GenerationError(error) if isinstance(error, str) else error
+    return Delta(sequence.request.request_id, sequence.index, "", None, "error", str(error))
 
 
 def detokenize_rest(sequence: Sequence) -> None:
@@ -112,8 +107,3 @@ def _make_text(sequence: Sequence, new: list[int], *, is_last: bool) -> str:
         return ""
     text = detokenizer.append([token_id for token_id in new if token_id not in ends])
     return text + detokenizer.flush() if is_last else text
-
-
-def _fail(sequence: Sequence, error: str) -> Delta:
-    sequence.error = error
-    return Delta(sequence.request.request_id, sequence.index, "", None, "error", error)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..errors import GenerationError
 from ..kv_cache import BlockTable
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch
-from .logprobs import TokenLogprobs, compute_logprobs, read_logprobs
+from .logprobs import LogprobDicts, TokenLogprobs, compute_logprobs, read_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,9 +45,10 @@ def score_prompt(engine: Engine, sequence: OneSequence) -> bool:
             targets = token_ids[start + 1 : end + 1]
             if targets:
                 scores += _score(logits[: len(targets)], targets, num_top)
-        request.prompt_logprobs = scores
+        request.prompt_logprobs = LogprobDicts(scores, engine.decode_token)
     except Exception as error:
-        sequence.error = f"its prompt's scores failed: {type(error).__name__}: {error}"
+        problem = f"its prompt's scores failed: {type(error).__name__}: {error}"
+        sequence.error = GenerationError(problem)
     finally:
         table.free()
     return True

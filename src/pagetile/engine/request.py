@@ -2,9 +2,12 @@
 
 ::
 
-    Request ──┬── Sequence 0    WAITING ──► RUNNING ──► FINISHED
+    Request ──┬── Sequence 0    waiting ──► running ──► finished
               ├── Sequence 1       ▲           │
               └── …  (n of them)   └───────────┘ preempted: its blocks are gone, its tokens stay
+
+A running sequence has blocks and a row on the device, a finished one has a reason. While a step in
+flight still computes it, a finished sequence keeps both.
 
 Sequence 0 computes the prompt; the others fork from it in the step that samples its first token.
 
@@ -18,18 +21,17 @@ launched steps compute, and ``num_tokens`` also those that they sample and the h
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GenerationError
 from ..kv_cache import BlockTable
 from ..kv_cache.prefix_index import BlockHashes
 from .detokenizer import Detokenizer
-from .logprobs import LogprobDicts, TokenLogprobs, TokenLogprobsList
+from .logprobs import LogprobDicts, TokenLogprobsList
 from .ngram import NgramProposer
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams
@@ -39,17 +41,6 @@ from .structured_outputs import Grammar
 _EPOCH = time.time() - time.perf_counter()
 """Added to ``time.perf_counter``, gives seconds since 1970; set once, so that times never go
 back."""
-
-
-class Status(enum.Enum):
-    """State of a sequence."""
-
-    WAITING = enum.auto()
-    """It holds no blocks: it is new, or it was preempted."""
-    RUNNING = enum.auto()
-    """It has a row on the device and blocks."""
-    FINISHED = enum.auto()
-    """Nothing more will be generated. While a step in flight still computes it, it keeps both."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +61,6 @@ class Sequence:
     grammar: Grammar | None = None
     proposer: NgramProposer | None = None
     """Drafts its next tokens; ``None`` without speculation."""
-    status: Status = Status.WAITING
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once the launched steps are done."""
     num_tokens: int = 0
@@ -85,11 +75,10 @@ class Sequence:
     num_lost: int = 0
     """Tokens that were computed when it was preempted; 0 once it runs again."""
     row: int = -1
-    """Its row on the device while it runs."""
+    """Its row on the device; -1: none."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    error: str | None = None
-    error_type: type[GenerationError] = GenerationError
+    error: GenerationError | None = None
     logprobs: TokenLogprobsList | None = None
     """Log-probabilities of its output, if requested."""
 
@@ -114,29 +103,33 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has a row and blocks, and more will be generated."""
+        return self.row >= 0 and self.finish_reason is None
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing more will be generated."""
-        return self.status is Status.FINISHED
+        return self.finish_reason is not None
 
     def sampling_input(self) -> SamplingInput:
         """Return what the sampler needs to know when the sequence gets a row."""
-        request, params = self.request, self.request.params
+        request = self.request
         return SamplingInput(
-            params,
+            request.params,
             request.prompt_token_ids,
             self.output_token_ids,
             request.seed,
             self.index,
-            tuple(self.end_token_ids) if params.min_tokens else (),
+            self.end_token_ids,
             request.bad_words,
         )
 
     def output(self) -> CompletionOutput:
         """Return the sequence as users see it now."""
-        logprobs, total = None, None
+        logprobs = None
         if self.logprobs is not None:
             logprobs = LogprobDicts(self.logprobs.copy(), self.request.decode_token)
-            total = self.logprobs.total
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,
@@ -144,9 +137,9 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=logprobs,
-            cumulative_logprob=total,
-            error=self.error,
-            error_type=self.error_type,
+            cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
+            error=None if self.error is None else str(self.error),
+            error_type=GenerationError if self.error is None else type(self.error),
         )
 
 
@@ -169,22 +162,27 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """Prompt tokens found in the cache at the first admission; ``None`` before that."""
-    makes_text_early: bool = False
-    """Whether to detokenize after every token: for a stream, or to find a stop string."""
     decode_token: Callable[[int], str] | None = None
     """Returns the text of a token id, for log-probabilities; ``None`` without a tokenizer."""
     generates: bool = True
     """Whether the prompt is continued, or only scored."""
-    prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None
+    prompt_logprobs: LogprobDicts | None = None
     """Of the prompt's tokens, once they are computed."""
     arrival_time: float = field(default_factory=time.perf_counter)
-    """This and the next three in seconds of ``time.perf_counter``."""
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
+    """In seconds of ``time.perf_counter``."""
+    metrics: RequestMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.makes_text_early = self.stream or bool(self.params.stop)
+        self.metrics = RequestMetrics(self.arrival_time + _EPOCH)
+
+    def record(self, event: str) -> None:
+        """Set one of the ``metrics``, times of events, to now."""
+        self.metrics = replace(self.metrics, **{event: time.perf_counter() + _EPOCH})
+
+    @property
+    def makes_text_early(self) -> bool:
+        """Whether to detokenize after every token: for a stream, or to find a stop string."""
+        return self.stream or bool(self.params.stop)
 
     @property
     def needs_scores(self) -> bool:
@@ -202,20 +200,6 @@ class Request:
         """Whether all sequences are."""
         return all(sequence.is_finished for sequence in self.sequences)
 
-    @property
-    def metrics(self) -> RequestMetrics:
-        """Return the times of its events."""
-        times = self.first_scheduled_time, self.first_token_time, self.finished_time
-        return RequestMetrics(
-            self.arrival_time + _EPOCH, *(None if t is None else t + _EPOCH for t in times)
-        )
-
-    @property
-    def prompt_logprob_dicts(self) -> LogprobDicts | None:
-        """``prompt_logprobs`` in the form of vLLM's ``RequestOutput``."""
-        scores = self.prompt_logprobs
-        return None if scores is None else LogprobDicts(scores, self.decode_token)
-
     def output(self) -> RequestOutput:
         """Return the request as users see it now."""
         return RequestOutput(
@@ -225,6 +209,6 @@ class Request:
             tuple(sequence.output() for sequence in self.sequences),
             self.is_finished,
             self.num_cached_tokens or 0,
-            self.prompt_logprob_dicts,
+            self.prompt_logprobs,
             self.metrics,
         )

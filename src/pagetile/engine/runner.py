@@ -27,7 +27,7 @@ from ..ops.paged_attention import PagedBatch, SharedPrefixes
 from ..transfer import pack, unpack
 from .kernel_steps import KernelSteps
 from .ngram import find_assumed
-from .sampler import Sampler, send_back
+from .sampler import Sampler
 from .step import LaunchedStep, SampledTokens, SchedulerOutput, StepResults
 
 
@@ -90,8 +90,7 @@ class Runner:
             with torch.inference_mode():
                 self.cache.copy(step.copies)
         if kernels is None:
-            launch = self._decode if step.is_decode else self._compute
-            return LaunchedStep(step, *launch(step, masks), None, started)
+            return LaunchedStep(step, *self._compute(step, masks), None, started)
         kernels.start(step)
         rows, results = (kernels.decode if step.is_decode else self._compute)(step, masks)
         return LaunchedStep(step, rows, results, kernels.record(), started)
@@ -109,67 +108,24 @@ class Runner:
         if launched.event is not None:
             launched.event.synchronize()
         if launched.results is None:
-            return SampledTokens([], {})
-        rows, (tokens, best, logprobs) = launched.rows, launched.results
-        n = len(rows)
-        logprobs = None if logprobs is None else logprobs[:n]
-        return self.sampler.collect(tokens[:n], best[:n], logprobs, rows)
+            return SampledTokens([], {}, {})
+        return self.sampler.collect(launched.results, launched.rows)
 
     @torch.inference_mode()
-    def accept(self, launched: LaunchedStep, tokens: SampledTokens, kept: list[int]) -> None:
-        """Tell the sampler which tokens of a step with drafts were accepted."""
-        self.sampler.accept(
-            [launched.rows[at] for at in kept], [tokens.token_ids[at] for at in kept]
-        )
-
-    # --- decode ----------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults]:
-        """Launch a step whose rows are up to date except for new blocks."""
-        rows = [sequence.row for sequence in step.sequences]
-        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
-        where, last = torch.tensor([rows, blocks], device=self.device)
-        size, longest = self.cache.block_size, max(step.ends)
-        lengths = self.sampler.lengths[where]
-        positions = lengths.long() - 1
-        self._tables[where, positions // size] = last.int()
-        tables = self._tables[:, : -(-longest // size)].index_select(0, where)
-        numbers = torch.arange(len(rows) + 1, device=self.device)
-        shared = None
-        if step.prefix_groups is not None:
-            starts, lens = (torch.from_numpy(np.array(n, np.int32)) for n in step.prefix_groups)
-            shared = SharedPrefixes(starts, lens)
-        batch = ForwardBatch(
-            token_ids=self.sampler.last_tokens[where],
-            positions=positions,
-            batch=PagedBatch(tables, lengths, numbers.int(), 1, longest, shared),
-            slot_mapping=last * size + positions % size,
-            logits_rows=numbers[:-1],
-        )
-        logits = self.model.forward(batch)
-        return rows, send_back(self.sampler.sample(logits, where, rows, masks))
-
-    # --- any other step --------------------------------------------------------------------
-
     def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
-        """Launch a step with prompts or new rows; the device fills in tokens that are unread."""
+        """Launch any step; the device fills in tokens that the host has not read."""
         self._load_rows(step)
         rows = [sequence.row for sequence in step.sampled]
         assumed = find_assumed(step) if step.drafts else None
         arrays, kernels = self._gather(step, rows, assumed), self.kernels
-        with torch.inference_mode():
-            size = None if kernels is None else kernels.find_size(arrays)
-            if kernels is not None and size is not None:
-                results = kernels.replay(size, arrays, rows, masks, assumed)
-            else:
-                tensors = self._send(self._expand(arrays))
-                batch = self._place(tensors, max(step.num_tokens), max(step.ends))
-                logits, where = self.model.forward(batch), tensors["sampled_rows"]
-                results = None
-                if rows:
-                    found = self.sampler.sample(logits, where, rows, masks, assumed)
-                    results = send_back(found)
+        size, results = None if kernels is None else kernels.find_size(arrays), None
+        if kernels is not None and size is not None:
+            results = kernels.replay(size, arrays, rows, masks, assumed)
+        else:
+            tensors = self._send(arrays)
+            logits, where = self.model.forward(self._place(tensors, step)), tensors["sampled_rows"]
+            if rows:
+                results = self.sampler.sample(logits, where, rows, masks, assumed)
         for sequence, at in zip(step.sampled, step.logits_rows, strict=True):
             # The host decides which drafts are accepted, so rows must be loaded again.
             sequence.is_decoding = step.sequences[at] is sequence and not step.drafts
@@ -177,16 +133,64 @@ class Runner:
 
     def _load_rows(self, step: SchedulerOutput) -> None:
         """Load the sampling parameters of sequences that have a new row."""
-        owners = self._owners
         # Samples that fork in this step are sampled without being in its sequences.
         both = (*step.sequences, *step.sampled)
-        new = [*{id(s): s for s in both if owners[s.row] is not s.table}.values()]
-        if not new:
-            return
-        self.sampler.start([s.row for s in new], [s.sampling_input() for s in new])
+        new = [*{id(s): s for s in both if self._owners[s.row] is not s.table}.values()]
+        if new:
+            self.sampler.start([s.row for s in new], [s.sampling_input() for s in new])
         for sequence in new:
-            owners[sequence.row] = sequence.table
+            self._owners[sequence.row] = sequence.table
             self._num_sent[sequence.row] = 0
+
+    def _gather(
+        self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
+    ) -> dict[str, Any]:
+        """Return a step as arrays: the data that the device lacks, and where it goes."""
+        token_ids: list[int] = []
+        unread: list[int] = []  # sequences whose last token only the device has
+        new_blocks: list[int] = []
+        first_columns: list[int] = []  # of a sequence's new blocks in its table
+        first_blocks: list[int] = []  # of a sequence's new blocks among all of them
+        size, grown = self.cache.block_size, set(step.grown)
+        chunks = zip(step.sequences, step.num_tokens, step.ends, strict=True)
+        for at, (sequence, chunk, end) in enumerate(chunks):
+            row, blocks, known = sequence.row, sequence.table.blocks, list[int]()
+            if sequence.is_decoding and chunk == 1:
+                first = len(blocks) - (sequence in grown)
+            else:
+                known = sequence.token_ids[end - chunk : end] + step.drafts.get(at, [])
+                # The last block sent may have been replaced by copy-on-write, and blocks of
+                # rejected draft tokens by others.
+                first = min(max(0, self._num_sent[row] - 1), (end - chunk) // size)
+                self._num_sent[row] = len(blocks)
+            if len(known) < chunk:
+                unread.append(at)
+                known = [*known, 0]
+            token_ids += known
+            first_columns.append(first)
+            first_blocks.append(len(new_blocks))
+            new_blocks += blocks[first:]
+        starts = np.zeros(len(step.sequences) + 1, np.int32)
+        np.cumsum(np.array(step.num_tokens, np.int32), out=starts[1:])
+        seq_lens, last_tokens = np.array(step.ends, np.int32), starts[1:].astype(np.int64) - 1
+        logits_rows, sampled_lens = last_tokens[step.logits_rows], seq_lens[step.logits_rows]
+        if assumed is not None:
+            num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
+            sampled_lens -= np.array(num_drafted, np.int32)
+            logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
+        return {
+            "token_ids": np.array(token_ids, np.int64),
+            "unread_at": last_tokens[unread],
+            "starts": starts,
+            "seq_lens": seq_lens,
+            "rows": np.array([sequence.row for sequence in step.sequences], np.int64),
+            "block_ids": np.array(new_blocks, np.int32),
+            "first_columns": np.array(first_columns, np.int64),
+            "first_blocks": np.array(first_blocks, np.int64),
+            "logits_rows": logits_rows,
+            "sampled_rows": np.array(sampled_rows, np.int64),
+            "sampled_lens": sampled_lens,
+        }
 
     def _send(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
         """Copy a step's arrays to the device in one copy."""
@@ -196,94 +200,28 @@ class Runner:
         packed = pack(listed, self.device).to(self.device, non_blocking=True)
         return dict(zip(arrays, unpack(packed, listed), strict=True))
 
-    def _gather(
-        self, step: SchedulerOutput, sampled_rows: list[int], assumed: list[list[int]] | None
-    ) -> dict[str, Any]:
-        """Return a step as arrays: the data that the device lacks, and where it goes."""
-        new, unread = self._gather_new(step)
-        starts = np.zeros(len(step.sequences) + 1, np.int32)
-        np.cumsum(np.array(step.num_tokens, np.int32), out=starts[1:])
-        seq_lens, last_tokens = np.array(step.ends, np.int32), starts[1:].astype(np.int64) - 1
-        logits_rows, sampled_lens = last_tokens[step.logits_rows], seq_lens[step.logits_rows]
-        if assumed is not None:
-            num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
-            sampled_lens -= np.array(num_drafted, np.int32)
-            logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
-        return new | {
-            "logits_rows": logits_rows,
-            "seq_lens": seq_lens,
-            "starts": starts,
-            "rows": np.array([sequence.row for sequence in step.sequences], np.int64),
-            "sampled_rows": np.array(sampled_rows, np.int64),
-            "sampled_lens": sampled_lens,
-            "unread_at": last_tokens[unread],
-        }
-
-    def _gather_new(self, step: SchedulerOutput) -> tuple[dict[str, Any], list[int]]:
-        """Return new tokens and blocks, and the sequences whose last token only the device has."""
-        token_ids: list[int] = []
-        unread: list[int] = []
-        new_blocks: list[int] = []
-        first_columns: list[int] = []  # of a sequence's new blocks in its table
-        first_blocks = [0]  # of a sequence's new blocks among all of them
-        size, grown = self.cache.block_size, set(step.grown)
-        for at, (sequence, chunk, end) in enumerate(
-            zip(step.sequences, step.num_tokens, step.ends, strict=True)
-        ):
-            row, blocks, first = sequence.row, sequence.table.blocks, 0
-            if sequence.is_decoding and chunk == 1:
-                known, first = [], len(blocks) - (sequence in grown)
-            else:
-                known = sequence.token_ids[end - chunk : end] + step.drafts.get(at, [])
-                # The last block sent may have been replaced by copy-on-write, and blocks of
-                # rejected draft tokens by others.
-                first = min(max(0, self._num_sent[row] - 1), (end - chunk) // size)
-                self._num_sent[row] = len(blocks)
-            token_ids += known
-            if len(known) < chunk:
-                unread.append(at)
-                token_ids.append(0)
-            new_blocks += blocks[first:]
-            first_columns.append(first)
-            first_blocks.append(len(new_blocks))
-        return {
-            "token_ids": np.array(token_ids, np.int64),
-            "first_columns": np.array(first_columns, np.int64),
-            "first_blocks": np.array(first_blocks[:-1], np.int64),
-            "block_ids": np.array(new_blocks, np.int32),
-        }, unread
-
-    @staticmethod
-    def _expand(step: dict[str, Any]) -> dict[str, Any]:
-        """Return further arrays for ``_place``: one entry per token and per new block."""
-        rows, starts, columns = step["rows"], step["starts"], step["first_columns"]
-        first_blocks, num_blocks = step["first_blocks"], len(step["block_ids"])
-        query_lens, counts = np.diff(starts), np.diff(first_blocks, append=num_blocks)
-        shifts = np.repeat(step["seq_lens"] - starts[1:], query_lens)
-        seq_of_token = np.repeat(np.arange(len(rows)), query_lens)
-        return step | {
-            "positions": np.arange(starts[-1], dtype=np.int64) + shifts,
-            "seq_of_token": seq_of_token,
-            "unread_rows": rows[seq_of_token[step["unread_at"]]],
-            "block_rows": np.repeat(rows, counts),
-            "block_columns": np.arange(num_blocks) + np.repeat(columns - first_blocks, counts),
-        }
-
-    def _place(self, t: dict[str, Tensor], max_query_len: int, max_seq_len: int) -> ForwardBatch:
+    def _place(self, t: dict[str, Tensor], step: SchedulerOutput) -> ForwardBatch:
         """Update the rows and lay out the batch, in a few launches whatever the size."""
-        size, sampler = self.cache.block_size, self.sampler
-        self._tables[t["block_rows"], t["block_columns"]] = t["block_ids"]
-        sampler.lengths[t["rows"]] = t["seq_lens"]
+        size, sampler, rows, starts = self.cache.block_size, self.sampler, t["rows"], t["starts"]
+        block_ids, first_blocks = t["block_ids"], t["first_blocks"]
+        blocks = torch.arange(len(block_ids), device=self.device)
+        owners = torch.searchsorted(first_blocks, blocks, right=True) - 1
+        columns = blocks + (t["first_columns"] - first_blocks)[owners]
+        self._tables[rows[owners], columns] = block_ids
+        sampler.lengths[rows] = t["seq_lens"]
         sampler.lengths[t["sampled_rows"]] = t["sampled_lens"]  # forks have no tokens in the step
-        token_ids, positions = t["token_ids"], t["positions"]
-        if len(t["unread_at"]):
-            token_ids[t["unread_at"]] = sampler.last_tokens[t["unread_rows"]]
-        tables = self._tables[:, : -(-max_seq_len // size)].index_select(0, t["rows"])
-        blocks = tables[t["seq_of_token"], positions // size].long()
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            batch=PagedBatch(tables, t["seq_lens"], t["starts"], max_query_len, max_seq_len),
-            slot_mapping=blocks * size + positions % size,
-            logits_rows=t["logits_rows"],
-        )
+        token_ids, unread_at = t["token_ids"], t["unread_at"]
+        tokens = torch.arange(len(token_ids), device=self.device)
+        owners = torch.searchsorted(starts[1:], tokens.int(), right=True)
+        positions = tokens + (t["seq_lens"] - starts[1:])[owners]
+        if len(unread_at):
+            token_ids[unread_at] = sampler.last_tokens[rows[owners[unread_at]]]
+        longest, shared = max(step.ends), None
+        tables = self._tables[:, : -(-longest // size)].index_select(0, rows)
+        if step.prefix_groups is not None:
+            first_seqs, lens = map(torch.IntTensor, step.prefix_groups)
+            shared = SharedPrefixes(first_seqs, lens)
+        slots = tables[owners, positions // size].long() * size + positions % size
+        most = max(step.num_tokens)
+        batch = PagedBatch(tables, t["seq_lens"], starts, most, longest, shared)
+        return ForwardBatch(token_ids, positions, batch, slots, t["logits_rows"])

@@ -19,7 +19,6 @@ below are torch code::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,11 +28,11 @@ import torch
 from torch import Tensor
 
 from ..transfer import pack, send, send_integers, unpack
+from . import torch_draw
 from .checks import explain_no_token
-from .logprobs import add_logprobs, read_logprobs
+from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
 from .sampling_params import SamplingParams
 from .sampling_rows import (
-    BY_TORCH,
     NUM_FLOATS,
     NUM_INTS,
     Feature,
@@ -42,12 +41,8 @@ from .sampling_rows import (
     find_features,
 )
 from .sampling_tables import RowTables, TokenTables
-from .step import SampledToken, SampledTokens, StepResults
+from .step import SampledTokens, StepResults
 from .step_masks import StepMasks
-from .torch_draw import draw_tokens
-from .torch_shape import shape_logits
-
-_SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
 
 
 class DrawState(NamedTuple):
@@ -130,13 +125,9 @@ class Sampler:
         for own, sent in zip((self.ints, self.floats, self.addresses), new, strict=True):
             own[where] = sent
 
-    def needs_torch(self, host_rows: Sequence[int]) -> bool:
-        """Return whether any of the rows uses a feature that the kernels lack."""
-        return bool(np.any(self.features[host_rows] & BY_TORCH))
-
-    def has_logprobs(self, host_rows: Sequence[int]) -> bool:
-        """Return whether any of the rows reports log-probabilities."""
-        return bool(np.any(self.features[host_rows] & Feature.LOGPROBS))
+    def uses(self, host_rows: Sequence[int], features: Feature) -> bool:
+        """Return whether any of the rows uses any of the features."""
+        return bool(np.any(self.features[host_rows] & features))
 
     def sample(
         self,
@@ -145,8 +136,8 @@ class Sampler:
         host_rows: Sequence[int],
         masks: Any = None,
         drafts: Sequence[Sequence[int]] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Choose the next token of every row.
+    ) -> StepResults:
+        """Choose the next token of every row, and queue copies of the results to the host.
 
         Args:
             logits: ``[n, vocab_size]``, float16, bfloat16 or float32. Not written to.
@@ -155,11 +146,6 @@ class Sampler:
             masks: Of rows with a grammar: pairs of a position in ``rows`` and its int32 mask.
             drafts: For each entry of ``rows`` the tokens that are assumed to follow its last one.
                 Then a row may come several times, and none advances: that is ``accept``'s.
-
-        Returns:
-            Token ids int64 ``[n]``; the largest logits, float32 ``[n]``, finite where there is a
-            token; and, if any row reports log-probabilities, the input of ``read_logprobs``, one
-            entry per row, undefined for rows that report none.
         """
         host_rows = list(host_rows)
         features = self.features[host_rows]
@@ -167,7 +153,8 @@ class Sampler:
         if masks or with_words:
             step_masks = self._masks.find(host_rows, with_words, masks, drafts)
         state: Sampler | DrawState = self
-        logprobs = tables = None
+        logprobs: Tensor | None = None
+        tables = None
         if drafts is not None:
             # Keeps copies of counted rows alive until the draw is launched.
             tables = self._tables.of(host_rows, drafts)
@@ -180,52 +167,40 @@ class Sampler:
             tokens, best, logprobs = self._kernels.unpack(packed, len(host_rows))
         else:
             tables = self._tables.of(host_rows) if tables is None else tables
-            x = logits.float()
-            tokens, best = _draw_by_torch(x, rows, features, state, tables, step_masks)
+            tokens, best = torch_draw.draw(logits, rows, state, features, tables, step_masks)
         if drafts is None:
             if with_words:
                 self._masks.advance(tokens, host_rows, with_words)
             if self._kernels is None and np.any(features & Feature.PENALTY):
                 self._tables.add(host_rows, tokens.tolist())
-        if not np.any(features & Feature.LOGPROBS):
-            return tokens, best, None
         # Rows that the kernels can serve get the kernels' results, whatever other rows use.
         asked = Feature.LOGPROBS if logprobs is None else Feature.MANY_LOGPROBS
-        at = np.flatnonzero(features & asked).tolist()
-        if at:
+        if at := np.flatnonzero(features & asked).tolist():
             num_top = max(self._params[host_rows[i]].logprobs or 0 for i in at)
             logprobs = add_logprobs(logprobs, logits, tokens, at, num_top)
-        return tokens, best, logprobs
+        if logprobs is not None:
+            logprobs = _to_host(logprobs) if np.any(features & Feature.LOGPROBS) else None
+        return StepResults(_to_host(tokens).numpy(), _to_host(best).numpy(), logprobs)
 
+    @torch.inference_mode()
     def accept(self, host_rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Record accepted tokens of a step with drafts, in order; rows may come several times."""
         self._tables.add(host_rows, token_ids)
         with_words = np.flatnonzero(self.features[list(host_rows)] & Feature.WORDS).tolist()
         self._masks.advance(send_integers(token_ids, self.device), host_rows, with_words)
 
-    def collect(
-        self,
-        tokens: npt.NDArray[Any],
-        best: npt.NDArray[Any],
-        logprobs: Tensor | None,
-        host_rows: Sequence[int],
-    ) -> SampledTokens:
-        """Return the results of ``sample`` on the host, for each row."""
-        ids, others = tokens.tolist(), {}
-        if logprobs is not None:
-            most = min(self.vocab_size, logprobs.shape[1] // 2 - 1)
-            asked = [
-                None if n is None else min(n, most)
-                for n in (self._params[row].logprobs for row in host_rows)
-            ]
-            reports = read_logprobs(logprobs, ids, asked)
-            others = {i: SampledToken(r.token_id, r) for i, r in enumerate(reports) if r}
-        if not np.isfinite(best).all():
-            for i, top in enumerate(best.tolist()):
-                if not math.isfinite(top):
-                    message, error_type = explain_no_token(self._params[host_rows[i]], top)
-                    others[i] = SampledToken(0, error=message, error_type=error_type)
-        return SampledTokens(ids, others)
+    def collect(self, results: StepResults, host_rows: Sequence[int]) -> SampledTokens:
+        """Return the tokens of rows from a step that is computed, without padding behind them."""
+        n, logprobs = len(host_rows), dict[int, TokenLogprobs]()
+        ids, best = results.tokens[:n].tolist(), results.best[:n]
+        if results.logprobs is not None:
+            wanted = [self._params[row].logprobs for row in host_rows]
+            asked = [None if k is None else min(k, self.vocab_size) for k in wanted]
+            reports = read_logprobs(results.logprobs[:n], ids, asked)
+            logprobs = {i: report for i, report in enumerate(reports) if report is not None}
+        bad = np.flatnonzero(~np.isfinite(best)).tolist()
+        errors = {i: explain_no_token(self._params[host_rows[i]], float(best[i])) for i in bad}
+        return SampledTokens(ids, logprobs, errors)
 
     def _copy_rows(
         self, rows: Tensor, drafts: Sequence[Sequence[int]], tables: Sequence[TokenTables]
@@ -249,33 +224,8 @@ class Sampler:
             self._kernels.draw(logits[:n], rows, self, masks)
 
 
-def send_back(found: tuple[Tensor, Tensor, Tensor | None]) -> StepResults:
-    """Queue the copy of the results to the host behind the step, without waiting."""
-    tokens, best, logprobs = found
-    logprobs = None if logprobs is None else _to_host(logprobs)
-    return StepResults(_to_host(tokens).numpy(), _to_host(best).numpy(), logprobs)
-
-
 def _to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _draw_by_torch(
-    x: Tensor,
-    rows: Tensor,
-    features: Any,
-    state: Sampler | DrawState,
-    tables: Sequence[TokenTables],
-    step_masks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """What ``triton_draw.draw`` does on a GPU."""
-    lengths, ints, floats = state.lengths[rows], state.ints[rows], state.floats[rows]
-    if step_masks is not None or np.any(features & _SHAPED):
-        x = shape_logits(x, features, tables, lengths, ints, floats, step_masks)
-    tokens, best = draw_tokens(x, features, lengths, ints, floats)
-    state.last_tokens[rows] = tokens
-    state.lengths[rows] += 1
-    return tokens, best

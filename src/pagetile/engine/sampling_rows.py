@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .sampling_params import SamplingParams
 
@@ -61,7 +61,7 @@ class SamplingInput:
     output_token_ids: Sequence[int]
     seed: int  # params.seed, or the one that the engine drew
     index: int  # which of the request's n samples
-    end_token_ids: Sequence[int] = ()  # forbidden for params.min_tokens tokens
+    end_token_ids: Collection[int] = ()  # forbidden for params.min_tokens tokens
     bad_words: Sequence[Sequence[int]] = ()  # params.bad_words as tokens
 
 

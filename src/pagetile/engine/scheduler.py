@@ -23,7 +23,6 @@ after each token of it (``ngram.py``).
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -33,7 +32,7 @@ from .chunks import ChunkSizer
 from .ngram import NgramProposer
 from .outputs import CacheCounts
 from .prefix_groups import PrefixGrouper
-from .request import Sequence, Status
+from .request import Sequence
 from .step import SchedulerOutput
 
 
@@ -146,7 +145,7 @@ class Scheduler:
             for at in [at for at, end, chunk in spans if end % size < chunk]:
                 sequence, num_full = step.sequences[at], step.ends[at] // size
                 hashes = sequence.block_hashes
-                if num_full > hashes.num_inserted and sequence.status is Status.RUNNING:
+                if num_full > hashes.num_inserted and sequence.is_running:
                     accepted = step.drafts.get(at)
                     known = sequence.token_ids
                     hashes.extend(known + accepted if accepted else known)
@@ -186,15 +185,14 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence in any state; its blocks are freed when no step in flight writes them."""
-        if sequence.status is Status.RUNNING:
+        if sequence.is_running:
             self.running.remove(sequence)
             self.ended.append(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.status, sequence.finish_reason = Status.FINISHED, reason
-        sequence.only_appends = False
+        sequence.finish_reason, sequence.only_appends = reason, False
         if sequence.request.is_finished:
-            sequence.request.finished_time = time.perf_counter()
+            sequence.request.record("finished_time")
         if sequence.row >= 0 and sequence.last_step <= self._completed:
             self._release(sequence)
 
@@ -209,7 +207,7 @@ class Scheduler:
         rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
         assert rows == list(range(self.max_num_seqs)), f"rows are lost or held twice: {rows}"
         for sequence in self.waiting:
-            assert sequence.status is Status.WAITING, sequence
+            assert not sequence.is_finished, sequence
             assert not sequence.table.blocks, "a waiting sequence holds blocks"
 
     # --- a step of single tokens -------------------------------------------------------------
@@ -397,7 +395,6 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
         sequence.is_decoding = False
-        sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
     def _start(self, sequence: Sequence) -> None:
@@ -405,21 +402,21 @@ class Scheduler:
         sequence.num_computed, request = sequence.table.num_tokens, sequence.request
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
-            request.first_scheduled_time = time.perf_counter()
+            request.record("first_scheduled_time")
             self.counts.cached_tokens += sequence.num_computed
         self.counts.recomputed_tokens += max(0, sequence.num_lost - sequence.num_computed)
         sequence.num_lost = 0
         self._give_row(sequence)
 
     def _give_row(self, sequence: Sequence, after: Sequence | None = None) -> None:
-        sequence.row, sequence.status = self._free_rows.pop(), Status.RUNNING
+        sequence.row = self._free_rows.pop()
         at = len(self.running) if after is None else self.running.index(after) + 1
         self.running.insert(at, sequence)
         self._all_decode = False
 
     def _release(self, sequence: Sequence) -> None:
         """Free the row and the blocks of a sequence that no longer runs."""
-        if sequence.status is Status.FINISHED:
+        if sequence.is_finished:
             self.ended.remove(sequence)
         self._free_rows.append(sequence.row)
         sequence.row = -1

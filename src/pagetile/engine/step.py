@@ -77,21 +77,11 @@ class LaunchedStep:
     started: float
 
 
-class SampledToken(NamedTuple):
-    """The next token of one row.
-
-    Log-probabilities are the model's: before penalties, temperature and cuts.
-    """
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None  # if params.logprobs is not None
-    error: str | None = None  # why the row has no token; token_id is 0 then
-    error_type: type[GenerationError] = GenerationError  # of that error, raised or not
-
-
 class SampledTokens(NamedTuple):
     """The next tokens of a step's rows."""
 
     token_ids: list[int]
-    others: dict[int, SampledToken]
-    """For rows with log-probabilities or an error."""
+    logprobs: dict[int, TokenLogprobs]
+    """Of rows that report them: the model's, before penalties, temperature and cuts."""
+    errors: dict[int, GenerationError]
+    """Why rows have no token; their token id is 0."""

@@ -6,27 +6,52 @@ alone or among others, after preemption, and on another device.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .sampling_rows import INVERSE, PROMPT_LEN, Feature
+from .sampling_tables import TokenTables
+from .torch_shape import shape_logits
+
+if TYPE_CHECKING:
+    from .sampler import DrawState, Sampler
+
+_SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
 
 
-def draw_tokens(
-    x: Tensor, features: Any, lengths: Tensor, ints: Tensor, floats: Tensor
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    state: Sampler | DrawState,
+    features: Any,
+    tables: Sequence[TokenTables],
+    step_masks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids int64 ``[n]``, 0 where there is none, and largest logits float32 ``[n]``.
+    """Sample rows and advance them.
 
     Args:
-        x: float32 ``[n, vocab_size]``.
+        logits: ``[n, vocab_size]``. Not written to.
+        rows: int64 ``[n]``.
+        state: The rows' parameters, last tokens and lengths.
         features: int ``[n]``, each row's ``Feature``s; greedy rows need no noise.
-        lengths: int32 ``[n]``, tokens that each row has.
-        ints: int32 ``[n, NUM_INTS]``.
-        floats: float64 ``[n, NUM_FLOATS]``.
+        tables: The rows' tables.
+        step_masks: int32 ``[n, ceil(vocab_size / 32)]``: bits of the tokens that are allowed now.
+
+    Returns:
+        Token ids int64 ``[n]``, 0 where there is none, and the largest logits float32 ``[n]``.
     """
+    lengths, ints, floats, x = (
+        state.lengths[rows],
+        state.ints[rows],
+        state.floats[rows],
+        logits.float(),
+    )
+    if step_masks is not None or np.any(features & _SHAPED):
+        x = shape_logits(x, features, tables, lengths, ints, floats, step_masks)
     best, tokens = x.max(dim=1)
     if drawn := np.flatnonzero(features & Feature.RANDOM).tolist():
         at = slice(None) if len(drawn) == len(x) else drawn
@@ -35,7 +60,9 @@ def draw_tokens(
         scale = floats[at, INVERSE, None].float()
         scores = torch.sub(x[at], best[at, None]).mul_(scale).sub_(noise.log_())
         tokens[at] = scores.argmax(dim=1)
-    return tokens.where(torch.isfinite(best), 0), best
+    state.last_tokens[rows] = tokens = tokens.where(torch.isfinite(best), 0)
+    state.lengths[rows] = lengths + 1
+    return tokens, best
 
 
 def make_noise(tokens: Tensor, ints: Tensor, lengths: Tensor) -> Tensor:
