@@ -18,7 +18,7 @@ import pagetile
 from pagetile import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputsParams
 from pagetile.device import default_device
 from pagetile.engine import vllm_names
-from pagetile.engine.keywords import explain_absent_names
+from pagetile.engine.keywords import ExplainsAbsentNames
 
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n    def __init__(self):\n", "x ="]
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-vllm.md"
@@ -139,6 +139,12 @@ def test_what_only_vllm_has_is_explained(llm):
     with pytest.raises(AttributeError, match="LLM has no 'llm_engine', which is vLLM's: engine"):
         llm.llm_engine  # noqa: B018
     assert not hasattr(llm, "encode")
+    with pytest.raises(AttributeError, match=r"^LLM has no 'encode', which is vLLM's: models here"):
+        LLM.encode  # noqa: B018
+    with pytest.raises(AttributeError, match=r"AsyncLLM has no 'from_engine_args'.*AsyncLLM.load"):
+        AsyncLLM.from_engine_args  # noqa: B018
+    with pytest.raises(AttributeError, match="type object 'LLM' has no attribute 'genarate'"):
+        LLM.genarate  # noqa: B018
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'genarate'"):
         llm.genarate("x")
 
@@ -153,8 +159,7 @@ def test_what_only_vllm_has_is_explained(llm):
 
 
 def test_an_error_within_a_property_is_not_taken_for_an_absent_name():
-    @explain_absent_names({})
-    class Broken:
+    class Broken(metaclass=ExplainsAbsentNames, of_vllm={}):
         @property
         def size(self):
             return self.absent

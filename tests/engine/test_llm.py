@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import math
@@ -922,6 +923,12 @@ def test_an_open_stream_is_not_disturbed(llm: LLM) -> None:
         llm.stream("x =", GREEDY)
     assert found + [delta.text for delta in stream] == alone
     assert llm.generate("x =", GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(llm: LLM, make: Any) -> None:
+    with pytest.raises(TypeError, match=r"^an LLM cannot be copied or pickled: load another, in "):
+        make(llm)
 
 
 def test_warming_up_leaves_no_trace():

@@ -221,6 +221,11 @@ def test_a_pool_is_of_a_whole_number_of_blocks(num_blocks):
         BlockPool(num_blocks, BLOCK_SIZE)
 
 
+def test_a_pool_that_would_exhaust_memory_is_refused():
+    with pytest.raises(ShapeError, match=r"num_blocks=1000000000, expected at most 67108864: use"):
+        BlockPool(10**9, 1)
+
+
 @pytest.mark.parametrize("block_size", [0, -4, 4.0, "4", None])
 def test_a_block_holds_a_whole_number_of_tokens(block_size):
     with pytest.raises(ShapeError, match=f"block_size={block_size!r}, expected"):

@@ -23,7 +23,7 @@ from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
 from .engine_thread import EngineThread, call_soon
 from .input_processor import Prompt, check_params, parse_prompt
-from .keywords import explain_absent_names
+from .keywords import ExplainsAbsentNames
 from .llm import LLM
 from .logprobs import LogprobDicts
 from .outputs import CompletionOutput, Delta, RequestOutput
@@ -34,8 +34,7 @@ from .vllm_names import ASYNC_LLM_NAMES
 T = TypeVar("T")
 
 
-@explain_absent_names(ASYNC_LLM_NAMES)
-class AsyncLLM:
+class AsyncLLM(metaclass=ExplainsAbsentNames, of_vllm=ASYNC_LLM_NAMES):
     """Serves an engine's requests to coroutines.
 
     Args:

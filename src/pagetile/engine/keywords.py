@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -51,29 +52,42 @@ def refuse_unknown_keywords(of_vllm: Mapping[str, str]) -> Callable[[C], C]:
     return decorate
 
 
-def explain_absent_names(of_vllm: Mapping[str, str]) -> Callable[[C], C]:
-    """Make an attribute that vLLM has and ``cls`` has not an AttributeError that says what to do.
+class ExplainsAbsentNames(ABCMeta):  # so that a subclass may be abstract as well
+    """Metaclass: an attribute that vLLM's class has and this one lacks is explained.
 
-    Args:
-        of_vllm: Attributes, and what to do instead.
-
-    >>> @explain_absent_names({"sleep": "delete it"})
-    ... class Engine: ...
+    >>> class Engine(metaclass=ExplainsAbsentNames, of_vllm={"sleep": "delete it"}): ...
     >>> Engine().sleep
     Traceback (most recent call last):
     ...
     AttributeError: Engine has no 'sleep', which is vLLM's: delete it
     """
 
-    def decorate(cls: C) -> C:
-        def __getattr__(self: Any, name: str) -> Any:
-            if name in of_vllm:
-                hint = f"{cls.__name__} has no {name!r}, which is vLLM's: {of_vllm[name]}"
-                raise AttributeError(hint, name=name, obj=self)
-            # Python's error again: it may be of a name that a property looked for in vain.
-            return object.__getattribute__(self, name)
+    _of_vllm: Mapping[str, str]
 
-        cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
-        return cls
+    def __new__(
+        mcs,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        of_vllm: Mapping[str, str] | None = None,
+    ) -> ExplainsAbsentNames:
+        """Make a class; ``of_vllm`` has attributes, and what to do instead."""
+        if of_vllm is not None:
+            namespace |= {"_of_vllm": of_vllm, "__getattr__": _explain_or_raise}
+        return super().__new__(mcs, name, bases, namespace)
 
-    return decorate
+    def __getattr__(cls, name: str) -> Any:
+        _explain(cls, cls, name)
+        return type.__getattribute__(cls, name)  # Python's error again
+
+
+def _explain_or_raise(self: Any, name: str) -> Any:
+    _explain(type(self), self, name)
+    # Python's error again: it may be of a name that a property looked for in vain.
+    return object.__getattribute__(self, name)
+
+
+def _explain(cls: Any, obj: object, name: str) -> None:
+    if not name.startswith("_") and name in cls._of_vllm:
+        hint = f"{cls.__name__} has no {name!r}, which is vLLM's: {cls._of_vllm[name]}"
+        raise AttributeError(hint, name=name, obj=obj)

@@ -8,14 +8,14 @@ import time
 from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ..errors import RequestError
 from .chat import Conversation, Tools, render
 from .input_processor import Prompt, list_prompts, parse_prompt
-from .keywords import explain_absent_names, refuse_unknown_keywords
+from .keywords import ExplainsAbsentNames, refuse_unknown_keywords
 from .loading import load_engine
 from .outputs import Delta, RequestOutput
 from .sampling_params import SamplingParams
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 @refuse_unknown_keywords(LLM_OPTIONS)
-@explain_absent_names(LLM_NAMES)
-class LLM:
+class LLM(metaclass=ExplainsAbsentNames, of_vllm=LLM_NAMES):
     """Runs a Hugging Face checkpoint over a paged KV cache.
 
     Args:
@@ -221,6 +220,11 @@ class LLM:
         """
         with self._lock:
             return self._stream(self._validate(prompts, sampling_params))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be copied or pickled: load another, in the process that uses it"
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests that are given none.

@@ -80,6 +80,7 @@ _POOLING = (
 
 LLM_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _POOLING),
+    "from_engine_args": "LLM(model, ...)",
     "beam_search": "ask generate for n samples with logprobs=0 and compare cumulative_logprob",
     "llm_engine": "engine",
     "model_config": "engine.max_model_len, engine.model.config",
@@ -95,6 +96,7 @@ LLM_NAMES: Mapping[str, str] = {
 
 ASYNC_LLM_NAMES: Mapping[str, str] = {
     "encode": _POOLING,
+    "from_engine_args": "AsyncLLM.load(model, ...)",
     "add_request": "submit",
     "shutdown": "await close(), or async with",
     "is_running": "is_alive",

@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NoReturn
 
-from ..errors import DTypeError, OutOfBlocksError, plural
+from ..errors import DTypeError, OutOfBlocksError, ShapeError, plural
 from .integers import block_ids, whole_number
+
+_MOST_BLOCKS = 1 << 26
+"""The pool's lists take about 90 bytes a block of the host's memory, 6 GB for these."""
 
 
 class BlockPool:
@@ -29,12 +32,12 @@ class BlockPool:
     taking a block out of the middle.
 
     Args:
-        num_blocks: Size of the pool, at least 1.
+        num_blocks: Size of the pool, 1 to 67,108,864.
         block_size: Tokens per block, at least 1. Block tables, prefix indexes and caches take
             it from their pool.
 
     Raises:
-        ShapeError: A size is not an integer or below 1.
+        ShapeError: A size is not an integer or out of range.
 
     Examples:
         >>> pool = BlockPool(4, block_size=16)
@@ -51,6 +54,10 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         num_blocks = whole_number("num_blocks", num_blocks, least=1)
+        if num_blocks > _MOST_BLOCKS:
+            raise ShapeError(
+                f"num_blocks={num_blocks}, expected at most {_MOST_BLOCKS}: use larger blocks"
+            )
         self._block_size = whole_number("block_size", block_size, least=1)
         self._num_blocks = num_blocks
         self._reuse_listeners: list[Callable[[int], None]] = []
