@@ -36,6 +36,7 @@ from pagetile import (
     demo,
     engine,
 )
+from pagetile.engine import step
 from pagetile.engine.input_processor import InputProcessor
 from pagetile.engine.outputs import CacheCounts, RequestOutput
 from pagetile.engine.text_decoder import TextDecoder
@@ -946,7 +947,10 @@ def test_warming_up_leaves_no_trace():
 
 
 def test_the_path_from_generate_to_a_token_is_short() -> None:
-    """Lists the engine's files with functions that run, their lines, and those of the functions."""
+    """Lists the engine's files with functions that run, their lines, and those of the functions.
+
+    ``step.py`` is counted as well: it has no functions, but records that the others pass on.
+    """
     llm = LLM(dtype="float32", device="cpu", num_blocks=64)
     lines: dict[str, set[int]] = {}
 
@@ -964,9 +968,10 @@ def test_the_path_from_generate_to_a_token_is_short() -> None:
     finally:
         sys.setprofile(None)
     num_lines = sum(map(len, lines.values()))
-    files = {Path(file).name: Path(file).read_text().count("\n") for file in lines}
+    counted = [*map(Path, lines), Path(step.__file__)]
+    files = {path.name: path.read_text().count("\n") for path in counted}
     page = (Path(__file__).parents[2] / "docs/engine.md").read_text()
     assert set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE)) == files.keys()
     assert len(files) <= 14, files
-    assert sum(files.values()) <= 3030, files
-    assert num_lines <= 1030, num_lines
+    assert sum(files.values()) <= 2740, files
+    assert num_lines <= 955, num_lines

@@ -610,7 +610,7 @@ class Machine:
                     assert len(one.logprobs or one.token_ids) == len(one.token_ids)
                     continue
                 assert is_same(one, wanted), (prompt, params, one, wanted)
-                if request.makes_text_early:
+                if request.stream or params.stop:
                     assert self.texts[key] == one.text
                 if params.prompt_logprobs is not None:
                     found, scores = (o.prompt_logprobs.tokens[1:] for o in (output, expected))

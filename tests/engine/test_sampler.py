@@ -40,7 +40,7 @@ def shaped(logits, rows):
     one.start(numbers, rows)
     lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in rows]
     return torch_shape.shape_logits(
-        logits.float(), one.features, one._tables.of(numbers), torch.tensor(lengths),
+        logits.float(), one.features, [one._tables[row] for row in numbers], torch.tensor(lengths),
         one.ints, one.floats,
     )  # fmt: skip
 

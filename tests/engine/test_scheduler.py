@@ -10,7 +10,6 @@ import pytest
 
 from pagetile import SamplingParams
 from pagetile.engine.chunks import ChunkSizer
-from pagetile.engine.detokenizer import Detokenizer
 from pagetile.engine.request import Request, Sequence
 from pagetile.engine.scheduler import Scheduler
 from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
@@ -40,7 +39,7 @@ class Steps:
         request = Request(self.next_id, None, tuple(prompt), params, 0)
         sequence = Sequence(
             request, 0, prompt, BlockTable(self.pool), self.index.block_hashes(),
-            Detokenizer(None, params), num_tokens + max_new, frozenset(),
+            None, num_tokens + max_new, frozenset(),
         )  # fmt: skip
         request.sequences.append(sequence)
         self.next_id += 1
@@ -177,10 +176,9 @@ def test_a_sequence_that_would_free_no_block_is_no_victim() -> None:
     first = steps.add(8)
     shared = steps.add(8, n=2)
     step = steps.scheduler.schedule()
-    params = shared.request.params
     child = Sequence(
         shared.request, 1, list(shared.token_ids), BlockTable(steps.pool),
-        steps.index.block_hashes(), Detokenizer(None, params), shared.max_len, frozenset(),
+        steps.index.block_hashes(), None, shared.max_len, frozenset(),
     )  # fmt: skip
     shared.request.sequences.append(child)
     steps.scheduler.fork(step, shared, child)

@@ -432,16 +432,19 @@ class Engine:
         params, num_prompt = request.params, len(request.prompt_token_ids)
         longest = min(self.max_model_len, num_prompt + (params.max_tokens or self.max_model_len))
         ends = () if params.ignore_eos else self.model.eos_token_ids
+        decoder = self._decoder if params.detokenize else None
         sequence = Sequence(
             request,
             index,
             token_ids=list(request.prompt_token_ids),
             table=BlockTable(self.pool),
             block_hashes=self._index.block_hashes(cache_salt=request.cache_salt),
-            detokenizer=Detokenizer(self._decoder, params),
+            decoder=decoder,
             max_len=longest,
             end_token_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
         )
+        if request.stream or params.stop:
+            sequence.detokenizer = Detokenizer(decoder, params)
         if request.make_grammar is not None:
             sequence.grammar = request.make_grammar()
             self._num_grammars += 1

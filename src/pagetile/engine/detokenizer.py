@@ -65,10 +65,10 @@ class Detokenizer:
         self._utf8 = utf_8.IncrementalDecoder("replace")
         self._window: WindowDecoder | None = None  # where tokens are not bytes
         if decoder is not None and params.detokenize:
-            self._decode, skips = decoder.decode, params.skip_special_tokens
+            skips = params.skip_special_tokens
             self._bytes: Any = decoder.token_bytes[skips]
             if self._bytes is None:
-                self._window = WindowDecoder(self._decode, skips_special_tokens=skips)
+                self._window = WindowDecoder(decoder.decode, skips_special_tokens=skips)
 
     @property
     def text(self) -> str:
@@ -96,12 +96,6 @@ class Detokenizer:
             elif fresh:
                 self._pieces.append(fresh)
         return "".join(self._pieces[start:])
-
-    def decode(self, token_ids: list[int]) -> None:
-        """Take in a whole output at once, without looking for stop strings."""
-        if self._makes_text and token_ids:
-            self.num_tokens += len(token_ids)
-            self._pieces.append(self._decode(token_ids, self._params.skip_special_tokens))
 
     def flush(self) -> str:
         """Return what was held back: the output ends here."""

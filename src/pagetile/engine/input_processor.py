@@ -76,7 +76,13 @@ class InputProcessor:
             # A tokenizer may return a special token for an empty text.
             token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
         else:
-            token_ids = _integers(prompt)
+            token_ids = list(prompt) if is_list(prompt) else [None]
+            if not all(map(_is_index, token_ids)):
+                given = type(prompt).__name__
+                raise RequestError(
+                    f"the prompt is {given}, expected text or a list of token ids (int)"
+                )
+            token_ids = list(map(operator.index, token_ids))
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         for token_id in (min(token_ids), max(token_ids)):
@@ -89,13 +95,10 @@ class InputProcessor:
 
     def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of ``bad_words``: each word alone, and after a space."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
-            for text in (word, " " + word.lstrip()):
-                token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if token_ids:
-                    found[tuple(token_ids)] = None
-        return tuple(found)
+        words = params.bad_words or ()
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        encoded = [tuple(self.tokenizer.encode(t, add_special_tokens=False)) for t in texts]
+        return tuple(dict.fromkeys(filter(None, encoded)))
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens < self.max_model_len:
@@ -179,15 +182,6 @@ def _unicode(prompt: str) -> str:
             f"({prompt[error.start]!r}), expected text: decode its bytes with errors='replace'"
         ) from None
     return prompt
-
-
-def _integers(prompt: Any) -> list[int]:
-    token_ids = list(prompt) if is_list(prompt) else None
-    if token_ids is None or not all(map(_is_index, token_ids)):
-        raise RequestError(
-            f"the prompt is {type(prompt).__name__}, expected text or a list of token ids (int)"
-        )
-    return [operator.index(token_id) for token_id in token_ids]
 
 
 def _is_index(value: object) -> bool:

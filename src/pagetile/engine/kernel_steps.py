@@ -92,7 +92,6 @@ class KernelSteps:
         Args:
             show: Wraps the list of captures, for a progress bar.
         """
-        self.sampler.compiles_masks = True
         if self.graphs is None or self.prompt_graphs is None:
             return
         decode = [(self.graphs, size, True, False) for size in self.graphs.sizes]
@@ -104,9 +103,8 @@ class KernelSteps:
             from .triton_draw import FEWEST_ROWS  # with which a program scores several tiles
 
             size = self.prompt_graphs.fit(min(FEWEST_ROWS, self.prompt_graphs.sizes[-1]))
-            if self.prompt_graphs.has(size):
-                self.prompt_buffers.clear(size)
-                self.sampler.compile_masks(self.prompt_graphs.replay(size)[0])
+            self.prompt_buffers.clear(size)
+            self.sampler.compile_masks(self._record_prompts(size)[0])
 
     def start(self, step: SchedulerOutput) -> None:
         """Switch to the other step's buffers; call it before anything of a step is launched."""

@@ -57,25 +57,24 @@ def load_engine(
     """Return an engine, and the parameters of requests that are given none: see ``LLM``."""
     _require_transformers()
     from ..models import load_model
-    from ..models.loading import read_config
 
     if model is None:
         from ..demo import path
 
         model = path()
-    memory_fraction = number(
+    fraction = number(
         "memory_fraction", memory_fraction, "a number in (0, 1]", 0.0, 1.0, open_low=True
     )
     block_size = _size("block_size", block_size, most=256)
     max_num_seqs = _size("max_num_seqs", max_num_seqs, most=1 << 16)
-    if num_blocks is not None:
-        num_blocks = _size("num_blocks", num_blocks)
-    if max_num_batched_tokens is not None:
-        max_num_batched_tokens = _size(
-            "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
-        )
-    if max_model_len is not None:
-        max_model_len = _size("max_model_len", max_model_len)
+    num_blocks = _size_if_given("num_blocks", num_blocks)
+    max_num_batched_tokens = _size_if_given(
+        "max_num_batched_tokens", max_num_batched_tokens, least=max_num_seqs
+    )
+    max_model_len = _size_if_given("max_model_len", max_model_len)
+    num_speculative_tokens = _size_if_given(
+        "num_speculative_tokens", num_speculative_tokens, most=15
+    )
     seed = integer("seed", seed, "a whole number")
     for name, switch in (
         ("enable_prefix_caching", enable_prefix_caching), ("enforce_eager", enforce_eager),
@@ -83,50 +82,35 @@ def load_engine(
     ):  # fmt: skip
         check(isinstance(switch, bool), name, switch, "True or False")
     check(speculative in (None, "ngram"), "speculative", speculative, "'ngram' or None")
-    if num_speculative_tokens is not None:
-        _size("num_speculative_tokens", num_speculative_tokens, most=15)
-        has_use = speculative is not None
-        check(has_use, "num_speculative_tokens", num_speculative_tokens, "speculative='ngram' too")
-    cache_type = _cache_dtype(kv_cache_dtype)
-    is_path = isinstance(model, (str, os.PathLike))
+    has_use = speculative is not None or num_speculative_tokens is None
+    check(has_use, "num_speculative_tokens", num_speculative_tokens, "speculative='ngram' too")
     known = generation_config in ("auto", "vllm")
     check(known, "generation_config", generation_config, "'auto' or 'vllm'")
-    recommended = sampling_defaults(model) if is_path and generation_config == "auto" else {}
-    default_params = SamplingParams(**recommended)  # type: ignore[arg-type]
-    if device is None and is_path:
-        device = default_device()
-    on_cpu = device is None or _named_device(device).type == "cpu"
-    if dtype == "auto" and is_path and on_cpu and read_config(model).dtype == torch.float16:
-        dtype = torch.float32
-    tokenizer = _find_tokenizer(tokenizer, model if is_path else None)
+    cache_type = _cache_dtype(kv_cache_dtype)
+
+    directory = model if isinstance(model, (str, os.PathLike)) else None
+    default_params = _default_params(directory, generation_config)
+    device = _find_device(directory, device)
+    dtype = _find_dtype(directory, device, dtype)
+    tokenizer = _find_tokenizer(tokenizer, directory)
     paged = load_model(model, dtype=dtype, device=device, max_model_len=max_model_len)
     cache = _make_cache(
         paged,
         cache_type or paged.dtype,
         block_size=block_size,
         num_blocks=num_blocks,
-        memory_fraction=memory_fraction,
+        memory_fraction=fraction,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
     )
-    if max_num_batched_tokens is None:
-        usual = max(8192 if paged.device.type == "cuda" else 2048, max_num_seqs)
-        max_num_batched_tokens = min(usual, paged.max_step_tokens or usual)
-    most = max(max_num_seqs, max_num_batched_tokens)
-    if paged.max_step_tokens is not None and most > paged.max_step_tokens:
-        raise RequestError(
-            f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
-            f"{paged.name} runs exactly with at most {paged.max_step_tokens} tokens a step, set "
-            "both to that"
-        )
-    longest = max_model_len or paged.max_model_len
+    longest = max_model_len or paged.max_model_len or cache.num_tokens
     engine = Engine(
         paged,
         cache,
         tokenizer,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=min(longest or cache.num_tokens, cache.num_tokens),
+        max_num_batched_tokens=_find_step_tokens(paged, max_num_seqs, max_num_batched_tokens),
+        max_model_len=min(longest, cache.num_tokens),
         enable_prefix_caching=enable_prefix_caching,
         enforce_eager=enforce_eager,
         async_scheduling=async_scheduling,
@@ -171,6 +155,66 @@ def _require_transformers() -> None:
         ) from error
 
 
+def _default_params(
+    directory: str | os.PathLike[str] | None, generation_config: str
+) -> SamplingParams:
+    """Return the parameters that a checkpoint recommends, where these are asked for."""
+    if directory is None or generation_config != "auto":
+        return SamplingParams()
+    return SamplingParams(**sampling_defaults(directory))  # type: ignore[arg-type]
+
+
+def _find_device(
+    directory: str | os.PathLike[str] | None, device: torch.device | str | None
+) -> torch.device | str | None:
+    """Return the device to load a model to; ``None`` for a loaded one that stays where it is."""
+    if device is None:
+        return None if directory is None else default_device()
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        raise RequestError(
+            f"device={device!r}: expected the name of a torch device, such as 'cpu', 'cuda' or "
+            "'cuda:1'"
+        ) from None
+    return device
+
+
+def _find_dtype(
+    directory: str | os.PathLike[str] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | str,
+) -> torch.dtype | str:
+    """Return the type of the weights: "auto" is float32 for float16 checkpoints on a CPU."""
+    from ..models.loading import read_config
+
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    if dtype == "auto" and on_cpu and directory is not None:
+        return torch.float32 if read_config(directory).dtype == torch.float16 else dtype
+    return dtype
+
+
+def _find_step_tokens(
+    model: PagedModel, max_num_seqs: int, max_num_batched_tokens: int | None
+) -> int:
+    """Return the most tokens of a step, ``max_num_batched_tokens`` if given.
+
+    Raises:
+        RequestError: The model does not run exactly with so many.
+    """
+    if max_num_batched_tokens is None:
+        usual = max(8192 if model.device.type == "cuda" else 2048, max_num_seqs)
+        max_num_batched_tokens = min(usual, model.max_step_tokens or usual)
+    most = max(max_num_seqs, max_num_batched_tokens)
+    if model.max_step_tokens is not None and most > model.max_step_tokens:
+        raise RequestError(
+            f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens}: "
+            f"{model.name} runs exactly with at most {model.max_step_tokens} tokens a step, set "
+            "both to that"
+        )
+    return max_num_batched_tokens
+
+
 def _find_tokenizer(tokenizer: Any, model: str | os.PathLike[str] | None) -> Any:
     """Return the tokenizer given by the caller, or that of the checkpoint ``model``."""
     from transformers import PreTrainedTokenizerBase
@@ -200,14 +244,8 @@ def _size(name: str, size: object, *, least: int = 1, most: int | None = None) -
     return integer(name, size, f"a whole number {allowed}", least, most)
 
 
-def _named_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise RequestError(
-            f"device={device!r}: expected the name of a torch device, such as 'cpu', 'cuda' or "
-            "'cuda:1'"
-        ) from None
+def _size_if_given(name: str, size: object, *, least: int = 1, most: int | None = None) -> Any:
+    return None if size is None else _size(name, size, least=least, most=most)
 
 
 def _cache_dtype(name: torch.dtype | str) -> torch.dtype | None:

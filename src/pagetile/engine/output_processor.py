@@ -42,16 +42,16 @@ def advance(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = 
         sequence.logprobs.append(logprobs)
     sequence.token_ids.append(token_id)
     request, reason, text = sequence.request, _find_end(sequence, token_id), ""
-    sequence.only_appends = not request.makes_text_early and sequence.grammar is None
+    sequence.only_appends = sequence.detokenizer is None and sequence.grammar is None
     if request.metrics.first_token_time is None:
         request.record("first_token_time")
         prompt_logprobs = request.prompt_logprobs
-    if reason is not None or request.makes_text_early:
+    if reason is not None or sequence.detokenizer is not None:
         try:
             text = _make_text(sequence, [token_id], is_last=reason is not None)
         except Exception as error:
             return fail(sequence, f"the tokenizer failed: {type(error).__name__}: {error}")
-        if sequence.detokenizer.stop_reason is not None:
+        if sequence.detokenizer is not None and sequence.detokenizer.stop_reason is not None:
             reason, sequence.stop_reason = "stop", sequence.detokenizer.stop_reason
     if sequence.grammar is not None and reason is None:
         try:
@@ -99,11 +99,13 @@ def _make_text(sequence: Sequence, new: list[int], *, is_last: bool) -> str:
     A sequence that needs no text earlier is detokenized here as a whole, when it ends.
     """
     detokenizer, ends = sequence.detokenizer, sequence.end_token_ids
-    if not sequence.request.makes_text_early:
+    if detokenizer is None:
         token_ids = sequence.output_token_ids
         if token_ids and token_ids[-1] in ends:
             token_ids = token_ids[:-1]
-        detokenizer.decode(token_ids)
+        if token_ids and sequence.decoder is not None:
+            skips = sequence.request.params.skip_special_tokens
+            sequence.text = sequence.decoder.decode(token_ids, skips)
         return ""
     text = detokenizer.append([token_id for token_id in new if token_id not in ends])
     return text + detokenizer.flush() if is_last else text

@@ -37,6 +37,7 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams
 from .sampling_rows import SamplingInput
 from .structured_outputs import Grammar
+from .text_decoder import TextDecoder
 
 _EPOCH = time.time() - time.perf_counter()
 """Added to ``time.perf_counter``, gives seconds since 1970; set once, so that times never go
@@ -53,11 +54,14 @@ class Sequence:
     """The prompt, then the known output tokens."""
     table: BlockTable
     block_hashes: BlockHashes
-    detokenizer: Detokenizer
+    decoder: TextDecoder | None
+    """Makes its text when it ends; ``None``: it has none."""
     max_len: int
     """Tokens at which it ends, prompt included."""
     end_token_ids: frozenset[int]
     """Tokens that end it."""
+    detokenizer: Detokenizer | None = None
+    """Makes its text earlier, after every token: for a stream, or to find a stop string."""
     grammar: Grammar | None = None
     proposer: NgramProposer | None = None
     """Drafts its next tokens; ``None`` without speculation."""
@@ -69,6 +73,7 @@ class Sequence:
     """The last launched step that computes it, or samples its token."""
     is_decoding: bool = False
     """Whether its row on the device has its last token and all its blocks but the last."""
+    text: str = ""
     only_appends: bool = False
     """Whether a token that is not its last only has to be appended: it runs, it has its first
     token, and neither text nor a grammar follows its tokens."""
@@ -132,7 +137,7 @@ class Sequence:
             logprobs = LogprobDicts(self.logprobs.copy(), self.request.decode_token)
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.text,
+            text=self.text if self.detokenizer is None else self.detokenizer.text,
             token_ids=tuple(self.output_token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -180,20 +185,10 @@ class Request:
         self.metrics = replace(self.metrics, **{event: time.perf_counter() + _EPOCH})
 
     @property
-    def makes_text_early(self) -> bool:
-        """Whether to detokenize after every token: for a stream, or to find a stop string."""
-        return self.stream or bool(self.params.stop)
-
-    @property
     def needs_scores(self) -> bool:
         """Whether log-probabilities of the prompt's tokens are to be computed first."""
         is_asked = self.params.prompt_logprobs is not None and self.prompt_logprobs is None
         return is_asked or not self.generates
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether all ``n`` sequences exist."""
-        return len(self.sequences) == self.params.n
 
     @property
     def is_finished(self) -> bool:

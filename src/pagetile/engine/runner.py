@@ -90,7 +90,8 @@ class Runner:
             with torch.inference_mode():
                 self.cache.copy(step.copies)
         if kernels is None:
-            return LaunchedStep(step, *self._compute(step, masks), None, started)
+            launch = self._decode if step.is_decode else self._compute
+            return LaunchedStep(step, *launch(step, masks), None, started)
         kernels.start(step)
         rows, results = (kernels.decode if step.is_decode else self._compute)(step, masks)
         return LaunchedStep(step, rows, results, kernels.record(), started)
@@ -112,8 +113,32 @@ class Runner:
         return self.sampler.collect(launched.results, launched.rows)
 
     @torch.inference_mode()
+    def _decode(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults]:
+        """Launch a step whose rows are up to date except for new blocks."""
+        rows = [sequence.row for sequence in step.sequences]
+        blocks = [sequence.table.blocks[-1] for sequence in step.sequences]
+        where, last = torch.tensor([rows, blocks], device=self.device)
+        size, longest = self.cache.block_size, max(step.ends)
+        lengths = self.sampler.lengths[where]
+        positions = lengths.long() - 1
+        self._tables[where, positions // size] = last.int()
+        tables = self._tables[:, : -(-longest // size)].index_select(0, where)
+        numbers, shared = torch.arange(len(rows) + 1, device=self.device), None
+        if step.prefix_groups is not None:
+            first_seqs, lens = map(torch.IntTensor, step.prefix_groups)
+            shared = SharedPrefixes(first_seqs, lens)
+        batch = ForwardBatch(
+            token_ids=self.sampler.last_tokens[where],
+            positions=positions,
+            batch=PagedBatch(tables, lengths, numbers.int(), 1, longest, shared),
+            slot_mapping=last * size + positions % size,
+            logits_rows=numbers[:-1],
+        )
+        return rows, self.sampler.sample(self.model.forward(batch), where, rows, masks)
+
+    @torch.inference_mode()
     def _compute(self, step: SchedulerOutput, masks: Any) -> tuple[list[int], StepResults | None]:
-        """Launch any step; the device fills in tokens that the host has not read."""
+        """Launch a step with prompts or new rows; the device fills in tokens that are unread."""
         self._load_rows(step)
         rows = [sequence.row for sequence in step.sampled]
         assumed = find_assumed(step) if step.drafts else None
@@ -178,12 +203,14 @@ class Runner:
             num_drafted = [len(step.drafts.get(at, ())) for at in step.logits_rows]
             sampled_lens -= np.array(num_drafted, np.int32)
             logits_rows += np.array([*map(len, assumed)], np.int64) - num_drafted
+        rows = np.array([sequence.row for sequence in step.sequences], np.int64)
         return {
             "token_ids": np.array(token_ids, np.int64),
             "unread_at": last_tokens[unread],
+            "unread_rows": rows[unread],
             "starts": starts,
             "seq_lens": seq_lens,
-            "rows": np.array([sequence.row for sequence in step.sequences], np.int64),
+            "rows": rows,
             "block_ids": np.array(new_blocks, np.int32),
             "first_columns": np.array(first_columns, np.int64),
             "first_blocks": np.array(first_blocks, np.int64),
@@ -215,13 +242,9 @@ class Runner:
         owners = torch.searchsorted(starts[1:], tokens.int(), right=True)
         positions = tokens + (t["seq_lens"] - starts[1:])[owners]
         if len(unread_at):
-            token_ids[unread_at] = sampler.last_tokens[rows[owners[unread_at]]]
-        longest, shared = max(step.ends), None
+            token_ids[unread_at] = sampler.last_tokens[t["unread_rows"]]
+        longest = max(step.ends)
         tables = self._tables[:, : -(-longest // size)].index_select(0, rows)
-        if step.prefix_groups is not None:
-            first_seqs, lens = map(torch.IntTensor, step.prefix_groups)
-            shared = SharedPrefixes(first_seqs, lens)
         slots = tables[owners, positions // size].long() * size + positions % size
-        most = max(step.num_tokens)
-        batch = PagedBatch(tables, t["seq_lens"], starts, most, longest, shared)
+        batch = PagedBatch(tables, t["seq_lens"], starts, max(step.num_tokens), longest)
         return ForwardBatch(token_ids, positions, batch, slots, t["logits_rows"])

@@ -19,15 +19,16 @@ below are torch code::
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..transfer import pack, send, send_integers, unpack
+from ..transfer import pack, send_integers, unpack
 from . import torch_draw
 from .checks import explain_no_token
 from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
@@ -40,19 +41,9 @@ from .sampling_rows import (
     encode_row,
     find_features,
 )
-from .sampling_tables import RowTables, TokenTables
+from .sampling_tables import HAS_TABLES, NUM_TABLES, TokenTables, make_tables
 from .step import SampledTokens, StepResults
 from .step_masks import StepMasks
-
-
-class DrawState(NamedTuple):
-    """State of the rows that a draw reads and advances: ``Sampler``'s attributes of these names."""
-
-    last_tokens: Tensor
-    lengths: Tensor
-    ints: Tensor
-    floats: Tensor
-    addresses: Tensor
 
 
 class Sampler:
@@ -85,7 +76,6 @@ class Sampler:
             negative for greedy rows.
         addresses: int64 ``[num_rows, NUM_TABLES]``: of the rows' tables, see ``sampling_tables``.
         features: int32 ``[num_rows]``, on the host: the ``Feature``s that each row uses.
-        compiles_masks: Set it to have the next ``sample`` compile the kernels for grammars, too.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -94,12 +84,11 @@ class Sampler:
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.ints = torch.zeros(num_rows, NUM_INTS, dtype=torch.int32, device=device)
         self.floats = torch.zeros(num_rows, NUM_FLOATS, dtype=torch.float64, device=device)
-        self._tables = RowTables(num_rows, vocab_size, device)
-        self.addresses = self._tables.addresses
+        self.addresses = torch.zeros(num_rows, NUM_TABLES, dtype=torch.int64, device=device)
+        self._tables: dict[int, TokenTables] = {}
         self.features = np.zeros(num_rows, np.int32)
         self._params: dict[int, SamplingParams] = {}
         self._masks = StepMasks(vocab_size, device)
-        self.compiles_masks = False
         self._kernels: Any = None
         if device.type == "cuda":
             from . import triton_draw
@@ -111,13 +100,17 @@ class Sampler:
         features = [find_features(input_.params, input_.bad_words) for input_ in inputs]
         ints = np.zeros((len(rows), NUM_INTS), np.int64)
         floats = np.zeros((len(rows), NUM_FLOATS), np.float64)
+        addresses = np.zeros((len(rows), NUM_TABLES), np.int64)
         for at, (row, input_) in enumerate(zip(rows, inputs, strict=True)):
             self.features[row] = features[at]
             self._params[row] = input_.params
             ints[at], floats[at] = encode_row(input_, features[at], self.vocab_size)
             if features[at] & Feature.WORDS:
                 self._masks.start(row, input_)
-        addresses = self._tables.load(rows, inputs, features)
+            self._tables[row] = TokenTables()
+            if features[at] & HAS_TABLES:
+                self._tables[row] = make_tables(input_, features[at], self.vocab_size, self.device)
+                addresses[at] = self._tables[row].addresses
         numbers = ints.astype(np.uint32).view(np.int32), floats, addresses
         arrays: list[npt.NDArray[Any]] = [np.array(rows, np.int64), *numbers]
         packed = pack(arrays, self.device).to(self.device, non_blocking=True)
@@ -152,27 +145,25 @@ class Sampler:
         with_words, step_masks = np.flatnonzero(features & Feature.WORDS).tolist(), None
         if masks or with_words:
             step_masks = self._masks.find(host_rows, with_words, masks, drafts)
-        state: Sampler | DrawState = self
+        state = self
         logprobs: Tensor | None = None
-        tables = None
+        tables = [self._tables[row] for row in host_rows]
         if drafts is not None:
             # Keeps copies of counted rows alive until the draw is launched.
-            tables = self._tables.of(host_rows, drafts)
+            tables = [table.after(draft) for table, draft in zip(tables, drafts, strict=True)]
             state = self._copy_rows(rows, drafts, tables)
             rows = torch.arange(len(host_rows), device=self.device)
         if self._kernels is not None:
-            if self.compiles_masks:
-                self.compile_masks(logits)
             packed = self._kernels.draw(logits, rows.int(), state, step_masks)
             tokens, best, logprobs = self._kernels.unpack(packed, len(host_rows))
         else:
-            tables = self._tables.of(host_rows) if tables is None else tables
             tokens, best = torch_draw.draw(logits, rows, state, features, tables, step_masks)
         if drafts is None:
             if with_words:
                 self._masks.advance(tokens, host_rows, with_words)
             if self._kernels is None and np.any(features & Feature.PENALTY):
-                self._tables.add(host_rows, tokens.tolist())
+                for table, token_id in zip(tables, tokens.tolist(), strict=True):
+                    table.add([token_id])
         # Rows that the kernels can serve get the kernels' results, whatever other rows use.
         asked = Feature.LOGPROBS if logprobs is None else Feature.MANY_LOGPROBS
         if at := np.flatnonzero(features & asked).tolist():
@@ -185,7 +176,11 @@ class Sampler:
     @torch.inference_mode()
     def accept(self, host_rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Record accepted tokens of a step with drafts, in order; rows may come several times."""
-        self._tables.add(host_rows, token_ids)
+        accepted: dict[int, list[int]] = {}
+        for row, token_id in zip(host_rows, token_ids, strict=True):
+            accepted.setdefault(row, []).append(token_id)
+        for row, ids in accepted.items():
+            self._tables[row].add(ids)
         with_words = np.flatnonzero(self.features[list(host_rows)] & Feature.WORDS).tolist()
         self._masks.advance(send_integers(token_ids, self.device), host_rows, with_words)
 
@@ -204,20 +199,18 @@ class Sampler:
 
     def _copy_rows(
         self, rows: Tensor, drafts: Sequence[Sequence[int]], tables: Sequence[TokenTables]
-    ) -> DrawState:
+    ) -> Sampler:
         """Return copies of rows as they will be after the drafted tokens of each entry."""
-        shifts = send(np.array([*map(len, drafts)], np.int32), self.device)
-        return DrawState(
-            self.last_tokens[rows],
-            self.lengths[rows] + shifts,
-            self.ints[rows],
-            self.floats[rows],
-            send_integers([each.addresses() for each in tables], self.device),
+        state = copy.copy(self)
+        state.last_tokens, state.ints, state.floats = (
+            part[rows] for part in (self.last_tokens, self.ints, self.floats)
         )
+        state.lengths = self.lengths[rows] + send_integers([*map(len, drafts)], self.device).int()
+        state.addresses = send_integers([each.addresses for each in tables], self.device)
+        return state
 
     def compile_masks(self, logits: Tensor) -> None:
         """Compile the kernels for grammars, by a draw without rows."""
-        self.compiles_masks = False
         for n in {1, len(logits)}:
             rows = torch.full((n,), -1, dtype=torch.int32, device=self.device)
             masks = torch.zeros(n, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)

@@ -8,7 +8,7 @@ the device uses memory in stream order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..transfer import send, send_integers
 from .sampling_rows import Feature, SamplingInput
 
 NUM_TABLES = 3
+HAS_TABLES = Feature.PENALTY | Feature.BIAS | Feature.BAN
 
 
 class TokenTables(NamedTuple):
@@ -33,94 +34,72 @@ class TokenTables(NamedTuple):
     """int32 ``[2, ceil(vocab_size / 32)]``: bits of the allowed tokens, within ``min_tokens`` and
     after them."""
 
+    @property
     def addresses(self) -> list[int]:
-        """Return the tables' addresses; 0 for those that are missing."""
+        """The tables' addresses; 0 for those that are missing."""
         return [0 if table is None else table.data_ptr() for table in self]
 
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Count tokens of the output, if they are counted."""
+        if self.counts is not None:
+            _add(self.counts, token_ids)
 
-class RowTables:
-    """The tables of every row.
+    def after(self, draft: Sequence[int]) -> TokenTables:
+        """Return the tables as they are after drafted tokens."""
+        if self.counts is None:
+            return self
+        return self._replace(counts=_add(self.counts.clone(), draft))
 
-    Attributes:
-        addresses: int64 ``[num_rows, NUM_TABLES]``, on the device.
-    """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
-        self._rows: dict[int, TokenTables] = {}
-        self.addresses = torch.zeros(num_rows, NUM_TABLES, dtype=torch.int64, device=device)
+def make_tables(
+    input_: SamplingInput, features: Feature, vocab_size: int, device: torch.device
+) -> TokenTables:
+    """Return the tables of a row that starts."""
+    return TokenTables(
+        _count(input_, vocab_size, device) if features & Feature.PENALTY else None,
+        _lay_out_bias(input_, vocab_size, device) if features & Feature.BIAS else None,
+        _lay_out_allowed(input_, vocab_size, device) if features & Feature.BAN else None,
+    )
 
-    def load(
-        self, rows: Sequence[int], inputs: Sequence[SamplingInput], features: Sequence[Feature]
-    ) -> npt.NDArray[Any]:
-        """Make the tables of rows that start, and return their rows of ``addresses``."""
-        for row, input_, asked in zip(rows, inputs, features, strict=True):
-            self._rows[row] = TokenTables(
-                self._count(input_) if asked & Feature.PENALTY else None,
-                self._lay_out_bias(input_) if asked & Feature.BIAS else None,
-                self._lay_out_allowed(input_) if asked & Feature.BAN else None,
-            )
-        return np.array([self._rows[row].addresses() for row in rows], np.int64)
 
-    def of(
-        self, rows: Sequence[int], drafts: Sequence[Sequence[int]] | None = None
-    ) -> list[TokenTables]:
-        """Return the tables of rows; with drafts, as after each entry's drafted tokens."""
-        found = [self._rows[row] for row in rows]
-        if drafts is None:
-            return found
-        return [
-            tables
-            if tables.counts is None
-            else tables._replace(counts=self._add(tables.counts.clone(), draft))
-            for tables, draft in zip(found, drafts, strict=True)
-        ]
+def _count(input_: SamplingInput, vocab_size: int, device: torch.device) -> Tensor:
+    counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+    in_prompt = _known({*input_.prompt_token_ids}, vocab_size)
+    counts.index_fill_(0, send_integers(in_prompt, device), 1)
+    return _add(counts, input_.output_token_ids)
 
-    def add(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Count one more token of each row; a row may come several times."""
-        drawn: dict[int, list[int]] = {}
-        for row, token_id in zip(rows, token_ids, strict=True):
-            drawn.setdefault(row, []).append(token_id)
-        for row, ids in drawn.items():
-            counts = self._rows[row].counts
-            if counts is not None:
-                self._add(counts, ids)
 
-    def _count(self, input_: SamplingInput) -> Tensor:
-        counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
-        in_prompt = self._known({*input_.prompt_token_ids})
-        counts.index_fill_(0, send_integers(in_prompt, self._device), 1)
-        return self._add(counts, input_.output_token_ids)
+def _add(counts: Tensor, token_ids: Sequence[int]) -> Tensor:
+    occurrences = Counter(_known(token_ids, len(counts)))
+    if occurrences:  # unique tokens, so no element is written twice
+        pairs = [[*occurrences], [*occurrences.values()]]
+        where, times = send_integers(pairs, counts.device)
+        counts[where] += 2 * times.int()
+    return counts
 
-    def _add(self, counts: Tensor, token_ids: Sequence[int]) -> Tensor:
-        occurrences = Counter(self._known(token_ids))
-        if occurrences:  # unique tokens, so no element is written twice
-            pairs = [[*occurrences], [*occurrences.values()]]
-            where, times = send_integers(pairs, self._device)
-            counts[where] += 2 * times.int()
-        return counts
 
-    def _lay_out_bias(self, input_: SamplingInput) -> Tensor:
-        biases = dict(input_.params.logit_bias or ())
-        known = self._known(biases)
-        values = np.array([biases[token_id] for token_id in known], np.float32)
-        bias = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
-        bias[send_integers(known, self._device)] = send(values, self._device)
-        return bias
+def _lay_out_bias(input_: SamplingInput, vocab_size: int, device: torch.device) -> Tensor:
+    biases = dict(input_.params.logit_bias or ())
+    known = _known(biases, vocab_size)
+    bias = np.zeros(vocab_size, np.float32)
+    bias[known] = [biases[token_id] for token_id in known]
+    return send(bias, device)
 
-    def _lay_out_allowed(self, input_: SamplingInput) -> Tensor:
-        allowed = np.ones(self._vocab_size, bool)
-        if input_.params.allowed_token_ids is not None:
-            allowed[:] = False
-            allowed[self._known(input_.params.allowed_token_ids)] = True
-        allowed[self._known([ids[0] for ids in input_.bad_words if len(ids) == 1])] = False
-        early = allowed.copy()
-        if input_.params.min_tokens:
-            early[self._known(input_.end_token_ids)] = False
-        return send(np.stack([pack_bits(early), pack_bits(allowed)]), self._device)
 
-    def _known(self, token_ids: Any) -> list[int]:
-        return [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]
+def _lay_out_allowed(input_: SamplingInput, vocab_size: int, device: torch.device) -> Tensor:
+    allowed = np.ones(vocab_size, bool)
+    if input_.params.allowed_token_ids is not None:
+        allowed[:] = False
+        allowed[_known(input_.params.allowed_token_ids, vocab_size)] = True
+    allowed[_known([ids[0] for ids in input_.bad_words if len(ids) == 1], vocab_size)] = False
+    early = allowed.copy()
+    if input_.params.min_tokens:
+        early[_known(input_.end_token_ids, vocab_size)] = False
+    return send(np.stack([pack_bits(early), pack_bits(allowed)]), device)
+
+
+def _known(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
 
 
 def pack_bits(allowed: npt.NDArray[Any]) -> npt.NDArray[Any]:

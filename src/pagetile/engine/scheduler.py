@@ -14,8 +14,8 @@ A step may be scheduled while the one before is in flight::
 - Nothing is preempted while a step is in flight: ``schedule`` returns None and asks to complete it.
 - A sequence that ends keeps its row and its blocks until no step in flight computes it.
 - Blocks enter the prefix index in ``complete``, when their tokens are known and their content is
-  written. A waiting prompt is held back while a running one computes its next blocks: of prompts
-  with a common prefix that arrive together, the first computes it and the others adopt it.
+  written. Of prompts with a common prefix that arrive together, the first computes it; the others
+  are held back, and adopt it.
 
 With speculation no step is in flight here: a decoding sequence also computes its draft, and samples
 after each token of it (``ngram.py``).
@@ -98,7 +98,7 @@ class Scheduler:
             beside = self._limit_prompts(only_decodes)
         if in_flight and not only_decodes and self._would_preempt(budget, beside):
             return None
-        step, preempted = SchedulerOutput(number=self._num_scheduled), False
+        step, num_preemptions = SchedulerOutput(self._num_scheduled), self.counts.preemptions
         self._num_scheduled += 1
         if only_decodes:
             self._decode_all(step)
@@ -117,7 +117,7 @@ class Scheduler:
                 if chunk == 0:
                     continue
                 if not in_flight:
-                    preempted |= self._make_room(sequence, chunk)
+                    self._make_room(sequence, chunk)
                     if sequence.row < 0:
                         continue
                 draft: list[int] = []
@@ -126,7 +126,7 @@ class Scheduler:
                     spare -= len(draft)
                 self._reserve(step, sequence, chunk, draft)
                 budget -= chunk + len(draft)
-        if admits and not preempted:
+        if admits and self.counts.preemptions == num_preemptions:
             self._admit_waiting(step, min(budget, beside))
         self._count(step)
         if self.grouper is not None:
@@ -134,10 +134,7 @@ class Scheduler:
         return step
 
     def complete(self, step: SchedulerOutput) -> None:
-        """Index the full blocks of a step that was computed, before its tokens are appended.
-
-        Not earlier, because their content is not written before.
-        """
+        """Index the full blocks of a step that was computed, before its tokens are appended."""
         size, index = self.block_size, self.index
         if index is not None:
             spans = zip(range(len(step.ends)), step.ends, step.num_tokens, strict=True)
@@ -369,19 +366,14 @@ class Scheduler:
                 needed += _blocks_needed(sequence, chunk if chunk == 1 else min(chunk, beside))
         return not self.pool.can_allocate(needed)
 
-    def _make_room(self, sequence: Sequence, chunk: int) -> bool:
-        """Preempt sequences, at last itself, until ``sequence`` fits; return whether any was."""
-        preempted = False
-        while not self.pool.can_allocate(_blocks_needed(sequence, chunk)):
+    def _make_room(self, sequence: Sequence, chunk: int) -> None:
+        """Preempt sequences, at last itself, until ``sequence`` fits."""
+        while sequence.is_running and not self.pool.can_allocate(_blocks_needed(sequence, chunk)):
             later = self.running[self.running.index(sequence) :]
             victim = min(reversed(later[1:] or later), key=self._preemption_cost)
             self.counts.preemptions += 1
             victim.num_lost = victim.num_computed
             self._preempt(victim)
-            preempted = True
-            if victim is sequence:
-                break
-        return preempted
 
     def _preemption_cost(self, sequence: Sequence) -> float:
         """Return the tokens lost by preempting a sequence; infinity if it would free no block."""
@@ -392,8 +384,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.table = BlockTable(self.pool)  # a new table marks its row as stale
-        sequence.num_computed = 0
-        sequence.num_tokens, sequence.last_step = len(sequence.token_ids), -1
+        sequence.num_computed, sequence.num_tokens = 0, len(sequence.token_ids)
         sequence.is_decoding = False
         self.waiting.appendleft(sequence)
 
@@ -445,4 +436,5 @@ def _blocks_needed(sequence: Sequence, num_tokens: int) -> int:
 
 def _num_rows(sequence: Sequence) -> int:
     """Return the rows that a waiting sequence takes: one for each sample, until it has forked."""
-    return 1 if sequence.request.is_forked else sequence.request.params.n
+    request = sequence.request
+    return 1 if len(request.sequences) == request.params.n else request.params.n

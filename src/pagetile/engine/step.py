@@ -32,6 +32,7 @@ class PrefixGroups(NamedTuple):
 class SchedulerOutput:
     """The sequences and tokens of the next forward pass."""
 
+    number: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     """New tokens of each sequence."""
@@ -53,7 +54,6 @@ class SchedulerOutput:
     would not save time."""
     grown: list[Sequence] = field(default_factory=list)
     """The sequences whose last block may have changed since the step before."""
-    number: int = 0
 
 
 class StepResults(NamedTuple):

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from .sampling_rows import INVERSE, PROMPT_LEN, Feature
-from .sampling_tables import TokenTables
+from .sampling_tables import HAS_TABLES, TokenTables
 from .torch_shape import shape_logits
 
 if TYPE_CHECKING:
-    from .sampler import DrawState, Sampler
+    from .sampler import Sampler
 
-_SHAPED = Feature.CUT | Feature.PENALTY | Feature.BIAS | Feature.BAN
+_SHAPED = Feature.CUT | HAS_TABLES
 
 
 def draw(
     logits: Tensor,
     rows: Tensor,
-    state: Sampler | DrawState,
+    state: Sampler,
     features: Any,
     tables: Sequence[TokenTables],
     step_masks: Tensor | None,
@@ -44,12 +44,8 @@ def draw(
     Returns:
         Token ids int64 ``[n]``, 0 where there is none, and the largest logits float32 ``[n]``.
     """
-    lengths, ints, floats, x = (
-        state.lengths[rows],
-        state.ints[rows],
-        state.floats[rows],
-        logits.float(),
-    )
+    lengths, ints, floats = state.lengths[rows], state.ints[rows], state.floats[rows]
+    x = logits.float()
     if step_masks is not None or np.any(features & _SHAPED):
         x = shape_logits(x, features, tables, lengths, ints, floats, step_masks)
     best, tokens = x.max(dim=1)

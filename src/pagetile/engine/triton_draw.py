@@ -32,7 +32,7 @@ from .triton_rows import INVERSE, NUM_FLOATS, advance, has_cut
 from .triton_score import score_kernel
 
 if TYPE_CHECKING:
-    from .sampler import DrawState, Sampler
+    from .sampler import Sampler
 
 TILE = 2048
 FEWEST_ROWS = 32
@@ -98,7 +98,7 @@ def count_tiles(n: int, itemsize: int) -> int:
 def draw(
     logits: Tensor,
     rows: Tensor,
-    state: Sampler | DrawState,
+    state: Sampler,
     step_masks: Tensor | None = None,
     *,
     leaves_out: bool = False,
