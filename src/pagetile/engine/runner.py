@@ -179,7 +179,8 @@ class Runner:
         size, grown = self.cache.block_size, set(step.grown)
         chunks = zip(step.sequences, step.num_tokens, step.ends, strict=True)
         for at, (sequence, chunk, end) in enumerate(chunks):
-            row, blocks, known = sequence.row, sequence.table.blocks, list[int]()
+            row, blocks = sequence.row, sequence.table.blocks
+            known: list[int] = []
             if sequence.is_decoding and chunk == 1:
                 first = len(blocks) - (sequence in grown)
             else:

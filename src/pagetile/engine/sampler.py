@@ -31,7 +31,7 @@ from torch import Tensor
 from ..transfer import pack, send_integers, unpack
 from . import torch_draw
 from .checks import explain_no_token
-from .logprobs import TokenLogprobs, add_logprobs, read_logprobs
+from .logprobs import add_logprobs, read_logprobs
 from .sampling_params import SamplingParams
 from .sampling_rows import (
     NUM_FLOATS,
@@ -186,16 +186,18 @@ class Sampler:
 
     def collect(self, results: StepResults, host_rows: Sequence[int]) -> SampledTokens:
         """Return the tokens of rows from a step that is computed, without padding behind them."""
-        n, logprobs = len(host_rows), dict[int, TokenLogprobs]()
-        ids, best = results.tokens[:n].tolist(), results.best[:n]
+        n = len(host_rows)
+        tokens = SampledTokens(results.tokens[:n].tolist(), {}, {})
         if results.logprobs is not None:
             wanted = [self._params[row].logprobs for row in host_rows]
             asked = [None if k is None else min(k, self.vocab_size) for k in wanted]
-            reports = read_logprobs(results.logprobs[:n], ids, asked)
-            logprobs = {i: report for i, report in enumerate(reports) if report is not None}
-        bad = np.flatnonzero(~np.isfinite(best)).tolist()
-        errors = {i: explain_no_token(self._params[host_rows[i]], float(best[i])) for i in bad}
-        return SampledTokens(ids, logprobs, errors)
+            reports = enumerate(read_logprobs(results.logprobs[:n], tokens.token_ids, asked))
+            tokens.logprobs.update((i, report) for i, report in reports if report is not None)
+        if not np.isfinite(best := results.best[:n]).all():
+            for i in np.flatnonzero(~np.isfinite(best)).tolist():
+                params = self._params[host_rows[i]]
+                tokens.errors[i] = explain_no_token(params, float(best[i]))
+        return tokens
 
     def _copy_rows(
         self, rows: Tensor, drafts: Sequence[Sequence[int]], tables: Sequence[TokenTables]
