@@ -9,6 +9,7 @@ import pytest
 from test_one_step_ahead import GREEDY, MAX_LEN, alone, make_engine
 
 from pagetile import SamplingParams
+from pagetile.engine.output_processor import fail
 
 PROMPT = (5, 6, 7)
 
@@ -37,6 +38,21 @@ def test_a_sequence_ends_with_the_token_that_reaches_its_length(
     assert [delta.finish_reason for delta in deltas] == [None] * (length - 1) + ["length"]
     assert len(output.token_ids) == length
     assert output.finish_reason == "length"
+
+
+def test_the_deltas_of_a_sequence_that_fails_are_its_text() -> None:
+    """Text that might have begun a stop string comes with the error."""
+    letters = "".join(chr(32 + token_id) for token_id in alone(PROMPT, GREEDY).outputs[0].token_ids)
+    engine = make_engine(is_ahead=False)
+    request_id = engine.add_request(PROMPT, replace(GREEDY, stop=(letters[1:4] + "\0",)))
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    sequence = engine.scheduler.running[0]
+    assert "".join(delta.text for delta in deltas) == letters[0]
+    last = fail(sequence, "no token is left")
+    assert (last.text, last.finish_reason) == (letters[1:4], "error")
+    assert sequence.detokenizer is not None
+    assert sequence.detokenizer.text == letters[:4]
+    engine.abort(request_id)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])

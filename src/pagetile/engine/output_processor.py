@@ -57,7 +57,7 @@ def advance(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = 
         try:
             sequence.grammar.accept(token_id)
         except Exception as error:
-            return fail(sequence, f"the grammar failed: {type(error).__name__}: {error}")
+            return fail(sequence, f"the grammar failed: {type(error).__name__}: {error}", text)
     return Delta(  # positional, since keywords take twice as long
         request.request_id,
         sequence.index,
@@ -71,17 +71,18 @@ def advance(sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None = 
     )
 
 
-def fail(sequence: Sequence, error: GenerationError | str) -> Delta:
+def fail(sequence: Sequence, error: GenerationError | str, text: str = "") -> Delta:
     """Return the last delta of a sequence that has no next token, or cannot take it in."""
-    detokenize_rest(sequence)
+    text += detokenize_rest(sequence)
     sequence.error = GenerationError(error) if isinstance(error, str) else error
-    return Delta(sequence.request.request_id, sequence.index, "", None, "error", str(error))
+    return Delta(sequence.request.request_id, sequence.index, text, None, "error", str(error))
 
 
-def detokenize_rest(sequence: Sequence) -> None:
+def detokenize_rest(sequence: Sequence) -> str:
     """Detokenize what is left of a sequence that ends without a last token."""
     with suppress(Exception):
-        _make_text(sequence, [], is_last=True)
+        return _make_text(sequence, [], is_last=True)
+    return ""
 
 
 def _find_end(sequence: Sequence, token_id: int) -> str | None:
