@@ -150,7 +150,7 @@ def test_offsets_within_32_bits_hold_every_head_and_slot(heads):
         types = make_launcher(SPECIALISED, question, q=far).types
         kind = types["q_head"].partition(":")[0]
         assert kind == types["q_token"].partition(":")[0]
-        assert kind == ("i32" if max(256, heads) * stride < 1 << 31 else "i64")
+        assert kind == ("i32" if max(256, heads) * stride < 1 << 30 else "i64")
 
 
 def test_a_plan_of_joined_heads_is_refused_where_they_cannot_be():

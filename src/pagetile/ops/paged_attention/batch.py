@@ -101,8 +101,8 @@ class PagedBatch:
     """Prefixes to read once for all sequences of a group."""
     allows_early_reads: bool = False
     """Whether a call may read tables, lengths and old keys while the previous kernels still run.
-    These may then write only queries and the new tokens' keys and values. Hopper's decode uses it.
-    Decision 31 says when that is safe."""
+    These may then write only queries and the new tokens' keys, values and scales. Hopper's decode
+    uses it. Decision 31 says when that is safe."""
 
     @staticmethod
     def decode(block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int) -> PagedBatch:

@@ -422,9 +422,9 @@ def _types(
 
 
 def _stride_type(strides: dict[str, int], factor: int, problem: Problem) -> str:
-    # Products with a slot or a head are computed in this type.
+    # Sums of products with a slot and with a head are computed in this type.
     places = max(_SLOTS, problem.num_heads)
-    kind = "i32" if max(map(abs, strides.values())) * places < 1 << 31 else "i64"
+    kind = "i32" if max(map(abs, strides.values())) * places < 1 << 30 else "i64"
     while factor > 1 and any(stride % factor for stride in strides.values()):
         factor //= 2
     return f"{kind}:{factor}" if factor > 1 else kind
