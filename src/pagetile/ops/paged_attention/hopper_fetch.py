@@ -203,7 +203,7 @@ def fetch_role(
                     blocks, unit_key + 2 * TILE_N, first_unit, end_key, block_size, BLOCK_SIZE,
                     VISIBLE,
                 )  # fmt: skip
-                unit_used = unit_used[:, None] & (in_unit < SCALE_UNIT)
+                unit_used = unit_used[:, None] & (in_unit < SCALE_UNIT)  # of every token
                 for other in gl.static_range(HEADS):
                     ks = ks_ring.index(stage * HEADS + other)
                     vs = vs_ring.index(stage * HEADS + other)
