@@ -159,11 +159,13 @@ def _make_scales(shape: Shape, kept: tuple[int, ...], device: str) -> dict[str, 
     if shape.scales is None:
         return {}
     blocks, slots, heads = kept[:3]
-    size = (blocks, heads, slots) if shape.scales == "token" else (heads,)
-    scales = [torch.rand(size, device=device) / 50 + 0.01 for _ in range(2)]
-    if shape.scales == "token":
-        scales = [scale.transpose(1, 2) for scale in scales]  # as in a KVCache
-    return dict(zip(("k_scale", "v_scale"), scales, strict=True))
+
+    def draw() -> Tensor:
+        if shape.scales == "token":  # as in a KVCache
+            return torch.rand(blocks, heads, slots, device=device).transpose(1, 2)
+        return torch.rand(heads, device=device)
+
+    return {name: draw() / 50 + 0.01 for name in ("k_scale", "v_scale")}
 
 
 def _draw(kept: tuple[int, ...], shape: Shape, generator: torch.Generator) -> Tensor:

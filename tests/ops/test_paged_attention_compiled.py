@@ -482,7 +482,7 @@ def make_listed(kernel, features, **sizes):
     question = problem(4, 128, **sizes)
     form = call_form(question, features=features)
     listed = Form(torch.Size((64, 8, 32)), (256, 32, 1), torch.int32, torch.device("meta"))
-    plan = make_gpu_plan(question, H200, hopper=kernel is SPECIALISED)
     question = replace(question, max_visible=32)
+    plan = make_gpu_plan(question, H200, hopper=kernel is SPECIALISED)
     form = form._replace(visible_blocks=listed)
     return triton.prepare(question, form, plan, kernel).launch.launcher

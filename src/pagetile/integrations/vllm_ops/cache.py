@@ -150,8 +150,7 @@ def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> N
     if slot_mapping.shape[0] > key.shape[0]:
         raise ShapeError(
             f"slot_mapping has {plural(slot_mapping.shape[0], 'slot')} but key has "
-            f"{plural(key.shape[0], 'token')}: "
-            "every slot needs a token"
+            f"{plural(key.shape[0], 'token')}: every slot needs a token"
         )
     if key.strides[-1] != 1 or value.strides[-1] != 1:
         raise ShapeError(

@@ -22,14 +22,7 @@ from . import operator, shared_prefixes
 from .batch import PagedBatch, SharedPrefixes
 from .checks import TENSORS, check_plan, check_types, validate
 from .plan import Plan
-from .problem import (
-    Arguments,
-    CachedCall,
-    CallForm,
-    Problem,
-    form_of,
-    has_aligned_scales,
-)
+from .problem import Arguments, CachedCall, CallForm, Problem, form_of, has_aligned_scales
 
 IMPLEMENTATIONS = ("hopper", "hopper_prefill", "triton", "cpu", "reference")
 """Modules of this package, in the order in which ``impl="auto"`` tries them.

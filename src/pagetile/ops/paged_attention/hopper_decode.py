@@ -123,6 +123,12 @@ def _max_of_rows(s):
 
 
 @gluon.jit
+def _exponent_of(scale_bits):
+    """The exponent of the largest of some scales, of any sign, given as bits of float32."""
+    return (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
+
+
+@gluon.jit
 def _as_operand(x, memory, layout: gl.constexpr):
     """Convert the layout through shared memory."""
     memory.store(x)
@@ -349,17 +355,14 @@ def attend_role(
                     v_scales = gl.where(used, of_head.load(by_key), 0.0)
                     value_scales = gl.where(row_head == other, v_scales[None, :], value_scales)
                     scale_bits = of_head.load(in_each_warp).to(gl.int32, bitcast=True)
-                    scale_bits = gl.where(used_in_warp, scale_bits & 0x7FFFFFFF, 0)
-                    largest = (gl.max(scale_bits, 0) >> 23) - 127
+                    largest = _exponent_of(gl.where(used_in_warp, scale_bits, 0))
                     tile_unit = gl.where(head_of_row == other, largest, tile_unit)
                 new_unit = gl.maximum(unit, tile_unit)
                 p *= value_scales * exp2_of(ROOM - new_unit)[:, None]
-                decay *= exp2_of(gl.maximum(unit - new_unit, -127))
-                unit = new_unit
-            elif SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
-                tile_unit = (gl.max(scale_bits & 0x7FFFFFFF, 0) >> 23) - 127
-                new_unit = gl.maximum(unit, tile_unit)
+            elif SCALES == "token":
+                new_unit = gl.maximum(unit, _exponent_of(scale_bits))
                 p *= (v_scales * exp2_of(ROOM - new_unit))[None, :]
+            if SCALES == "token":  # see tiles.triton.online_softmax.scale_weights
                 decay *= exp2_of(gl.maximum(unit - new_unit, -127))
                 unit = new_unit
             if GROUPED:

@@ -67,16 +67,18 @@ def _slot_of(tile, keys, block_size, BLOCK_SIZE: gl.constexpr, TILE_N: gl.conste
 
 @gluon.jit
 def _look_up(
-    blocks, table, key, first_key, end_key, block_size, BLOCK_SIZE: gl.constexpr,
+    blocks, table, number, key, first_key, end_key, block_size, BLOCK_SIZE: gl.constexpr,
     TILE_N: gl.constexpr, VISIBLE: gl.constexpr,
 ):  # fmt: skip
-    """Listed block numbers of the next tile's keys, if VISIBLE, and block ids of this tile's."""
-    number = find_block_numbers(blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE)
+    """Block ids of a tile's keys and, if VISIBLE, listed block numbers of the next tile's.
+
+    ``number`` has this tile's, loaded one tile before.
+    """
     ids = load_block_ids(table, number, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE)
     number = find_block_numbers(
         blocks, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
     )
-    return number, ids
+    return ids, number
 
 
 @gluon.jit
@@ -144,14 +146,20 @@ def fetch_role(
         # keys and values need not wait for them.
         first_unit = first_key // SCALE_UNIT * SCALE_UNIT
         key = low * TILE_N + keys
-        number, block_ids = _look_up(
-            blocks, table, key, first_key, end_key, block_size, BLOCK_SIZE, TILE_N, VISIBLE
+        number = find_block_numbers(
+            blocks, key, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
+        )
+        block_ids, number = _look_up(
+            blocks, table, number, key, first_key, end_key, block_size, BLOCK_SIZE, TILE_N, VISIBLE
         )
         if SCALES == "token":
             unit_key = low * TILE_N + unit_keys
-            unit_number, unit_ids = _look_up(
-                blocks, table, unit_key, first_unit, end_key, block_size, BLOCK_SIZE, TILE_N,
-                VISIBLE,
+            unit_number = find_block_numbers(
+                blocks, unit_key, first_unit, end_key, block_size, BLOCK_SIZE, VISIBLE
+            )
+            unit_ids, unit_number = _look_up(
+                blocks, table, unit_number, unit_key, first_unit, end_key, block_size, BLOCK_SIZE,
+                TILE_N, VISIBLE,
             )  # fmt: skip
         for tile in range(low, high):
             stage = step % STAGES
@@ -159,12 +167,10 @@ def fetch_role(
             used = (key >= first_key) & (key < end_key)
             slot = _slot_of(tile, keys, block_size, BLOCK_SIZE, TILE_N)
             block = block_ids
-            block_ids = load_block_ids(
-                table, number, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
-            )
-            number = find_block_numbers(
-                blocks, key + 2 * TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
-            )
+            block_ids, number = _look_up(
+                blocks, table, number, key + TILE_N, first_key, end_key, block_size, BLOCK_SIZE,
+                TILE_N, VISIBLE,
+            )  # fmt: skip
             row = _place_of(block, k_block, slot * k_slot + head * HEADS * k_head, 8)
             v_row = _place_of(block, v_block, slot * v_slot + head * HEADS * v_head, 8)
             v_row = gl.convert_layout(v_row, gl.SliceLayout(1, v_layout))
@@ -195,13 +201,9 @@ def fetch_role(
                 unit_used = (unit_key >= first_unit) & (unit_key < end_key)
                 slot = _slot_of(tile, unit_keys, block_size, BLOCK_SIZE, TILE_N)
                 block = unit_ids
-                unit_ids = load_block_ids(
-                    table, unit_number, unit_key + TILE_N, first_unit, end_key, block_size,
-                    BLOCK_SIZE, VISIBLE,
-                )  # fmt: skip
-                unit_number = find_block_numbers(
-                    blocks, unit_key + 2 * TILE_N, first_unit, end_key, block_size, BLOCK_SIZE,
-                    VISIBLE,
+                unit_ids, unit_number = _look_up(
+                    blocks, table, unit_number, unit_key + TILE_N, first_unit, end_key, block_size,
+                    BLOCK_SIZE, TILE_N, VISIBLE,
                 )  # fmt: skip
                 unit_used = unit_used[:, None] & (in_unit < SCALE_UNIT)  # of every token
                 for other in gl.static_range(HEADS):

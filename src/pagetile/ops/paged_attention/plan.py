@@ -554,10 +554,9 @@ def _choose_tile_heads(problem: Problem) -> int:
     if problem.max_visible is not None:  # neighbouring heads read different keys
         return 1
     itemsize = problem.kv_dtype.itemsize
-    heads, most = 1, 4 if problem.width <= NARROW else 2
+    heads = 2 if itemsize == 1 and problem.width <= 128 else 1
+    most = heads if itemsize == 1 else 4 if problem.width <= NARROW else 2
     sizes = problem.head_size, problem.v_head_size
-    if itemsize == 1:
-        heads = most = 1 if problem.width > 128 else 2
     while heads < most and any(heads * size * itemsize % LINE_BYTES for size in sizes):
         heads *= 2
     while heads > 1 and (
