@@ -36,17 +36,19 @@ from ...tiles.triton.online_softmax import (
     tanh,
     update_softmax,
 )
-from ...tiles.triton.visible_blocks import compact_position, logical_keys
+from ...tiles.triton.visible_blocks import logical_keys
 from .triton_work import (
-    choose_whole,
-    count_key_tiles,
-    count_work_tiles,
     cut,
     find_block_numbers,
+    find_bounds,
+    find_entry,
     find_range,
+    find_split,
     list_of,
     load_block_ids,
+    measure_queue,
     slot_of,
+    store_split,
     store_split_info,
     write_rows,
 )
@@ -122,6 +124,65 @@ def _merge_splits(
 
 
 @triton.jit
+def _load_tile(
+    cache, block, slot, head, columns, used, block_stride, slot_stride, head_stride,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Load keys or values of a tile; zeros for tokens that no row sees."""
+    at = block * block_stride + slot * slot_stride + head * head_stride
+    mask = used[:, None] & (columns < SIZE)[None, :]
+    return tl.load(cache + at[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _finish_head(
+    out, lse, split_accs, split_sums, split_info, arrivals, m, l, acc, rows, v_columns, sinks,
+    factor, seq_head, head, head_start, per_head, first, count, program, programs, total,
+    max_splits, first_token, query_len, num_kv_heads, out_token, out_head,
+    GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a head with all of its keys; otherwise store the split, which is merged later.
+
+    The last CTA to arrive merges the splits, or ``merge_kernel`` if ``MERGE_ROWS``.
+    """
+    V: tl.constexpr = acc.shape[1]
+    if count == per_head:
+        write_rows(
+            out, lse, m, l, acc, rows, v_columns, sinks, factor, first_token, head, query_len,
+            num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+        )  # fmt: skip
+        if MERGE_ROWS > 0:
+            store_split_info(split_info, seq_head, 0, 1)
+    else:
+        split, num_splits, first_cta = find_split(
+            head_start, per_head, first, program, programs, total, SPLITS_FIXED
+        )
+        slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
+        is_kept = rows < (query_len * GROUP if MERGE_ROWS > 0 else ROWS)
+        store_split(split_accs, split_sums, slot, rows, v_columns, m, l, acc, is_kept, ROWS)
+        if MERGE_ROWS > 0:
+            if first == 0:
+                store_split_info(split_info, seq_head, first_cta, num_splits)
+        else:
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_splits - 1:
+                tl.store(arrivals + seq_head, 0)
+                kept_rows = tl.arange(0, ROWS)
+                all_m, all_l, all_acc = _merge_splits(
+                    split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
+                    kept_rows, kept_rows >= 0, SPLITS_FIXED, ROWS, V, AT_ONCE, False,
+                )  # fmt: skip
+                write_rows(
+                    out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
+                    first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP,
+                    V_SIZE, HAS_SINKS,
+                )  # fmt: skip
+
+
+@triton.jit
 def decode_kernel(
     out,  # [num_tokens, num_heads, V_SIZE]
     lse,  # float32 [num_tokens, num_heads]
@@ -162,52 +223,21 @@ def decode_kernel(
     # The length of the work queue, and this CTA's range of it.
     MOST: tl.constexpr = ROWS // GROUP
     listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
-    num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
     heads = 1 if VISIBLE else num_kv_heads
     entries = tl.arange(0, SEQS)
-    tiles = count_key_tiles(
+    tiles, whole, total, programs = measure_queue(
         seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
-        VISIBLE,
+        SPLIT_SHIFT, SPLITS_FIXED, WHOLE, HALVED, LEAST, VISIBLE,
     )  # fmt: skip
-    total_tiles = tl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED))
-    total = tl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
-    longest = tl.max(tiles[1] - tiles[0])
-    for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
-        more = count_key_tiles(
-            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, VISIBLE,
-        )  # fmt: skip
-        total_tiles += tl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED))
-        total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED))
-        longest = tl.maximum(longest, tl.max(more[1] - more[0]))
-    whole, total = choose_whole(total_tiles, total, longest, tl.num_programs(0), WHOLE)
-    programs = tl.minimum(tl.num_programs(0), total)
-    if total_tiles < HALVED * tl.num_programs(0):
-        programs = tl.minimum(programs, (tl.num_programs(0) + 1) // 2)
-    if LEAST > 0:
-        programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST, 1))
     program = tl.program_id(0)
     if program >= programs:
         return
     work = cut(program, programs, total)
     end_work = cut(program + 1, programs, total)
-
-    # The entry of the queue that the range begins in, and the work tiles before it.
-    ends = tl.cumsum(count_work_tiles(tiles, whole, SPLIT_SHIFT, SPLITS_FIXED))
-    passed = ends <= work
-    entry = tl.sum(passed.to(tl.int32))
-    before = tl.max(tl.where(passed, ends, 0))
-    running = tl.max(ends)
-    for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
-        more = count_key_tiles(
-            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, VISIBLE,
-        )  # fmt: skip
-        ends = running + tl.cumsum(count_work_tiles(more, whole, SPLIT_SHIFT, SPLITS_FIXED))
-        passed = (ends <= work) & (start + entries < num_entries)
-        entry += tl.sum(passed.to(tl.int32))
-        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
-        running = tl.max(ends)
+    entry, before = find_entry(
+        seq_lens, cu_seqlens_q, entries, tiles, whole, work, num_seqs, num_kv_heads, window, listed,
+        MOST, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
+    )  # fmt: skip
 
     split_info = split_sums
     if MERGE_ROWS > 0:
@@ -229,13 +259,10 @@ def decode_kernel(
         token = first_token + rows // GROUP
         q_heads = head * GROUP + rows % GROUP
         is_row = rows < query_len * GROUP
-        position = seq_len - query_len + rows // GROUP
-        row_end = tl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
-        row_first = position - window + 1
         blocks = list_of(listed, seq, head) if VISIBLE else visible_blocks
-        if VISIBLE:
-            row_end = compact_position(blocks, row_end, block_size, max_visible, search_steps)
-            row_first = compact_position(blocks, row_first, block_size, max_visible, search_steps)
+        position, row_first, row_end = find_bounds(
+            rows, blocks, listed, seq_len, query_len, window, GROUP, CAUSAL, VISIBLE
+        )
         q_tile = tl.load(
             q + (token.to(tl.int64) * q_token + q_heads * q_head)[:, None] + columns[None, :],
             mask=is_row[:, None] & (columns < SIZE)[None, :],
@@ -280,18 +307,12 @@ def decode_kernel(
             number = find_block_numbers(
                 blocks, key + 2 * TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
             )
-            k_tile = tl.load(
-                k_cache + (block * k_block + slot * k_slot + head * k_head)[:, None]
-                + columns[None, :],
-                mask=used[:, None] & (columns < SIZE)[None, :],
-                other=0.0,
-            )  # fmt: skip
-            v_tile = tl.load(
-                v_cache + (block * v_block + slot * v_slot + head * v_head)[:, None]
-                + v_columns[None, :],
-                mask=used[:, None] & (v_columns < V_SIZE)[None, :],
-                other=0.0,
-            )  # fmt: skip
+            k_tile = _load_tile(
+                k_cache, block, slot, head, columns, used, k_block, k_slot, k_head, SIZE
+            )
+            v_tile = _load_tile(
+                v_cache, block, slot, head, v_columns, used, v_block, v_slot, v_head, V_SIZE
+            )
             s = tl.dot(q_tile, tl.trans(k_tile.to(DOT)), input_precision=precision_of(D, V)) * scale
             if SCALES == "token":
                 row = block * ks_block + slot * ks_slot + head * ks_head
@@ -316,50 +337,12 @@ def decode_kernel(
         if SCALES == "token":
             acc *= exp2_of(unit - ROOM)
 
-        # With all keys of the head, write it. Otherwise store the split, to be merged by the last
-        # CTA to arrive, or by merge_kernel.
-        seq_head = seq * num_kv_heads + head
-        if count == per_head:
-            write_rows(
-                out, lse, m, l, acc, rows, v_columns, sinks, factor, first_token, head, query_len,
-                num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
-            )  # fmt: skip
-            if MERGE_ROWS > 0:
-                store_split_info(split_info, seq_head, 0, 1)
-        else:
-            queue_start = head_start.to(tl.int64)
-            first_cta = (((queue_start + 1) * programs - 1) // total).to(tl.int32)
-            last_cta = (((queue_start + per_head) * programs - 1) // total).to(tl.int32)
-            split = first if SPLITS_FIXED else program - first_cta
-            num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
-            slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
-            is_kept = is_row if MERGE_ROWS > 0 else rows < ROWS
-            tl.store(split_sums + slot * 2 * ROWS + rows, m, mask=is_kept)
-            tl.store(split_sums + slot * 2 * ROWS + ROWS + rows, l, mask=is_kept)
-            tl.store(
-                split_accs + slot * ROWS * V + (rows * V)[:, None] + v_columns[None, :],
-                acc,
-                mask=is_kept[:, None],
-            )
-            if MERGE_ROWS > 0:
-                if first == 0:
-                    store_split_info(split_info, seq_head, first_cta, num_splits)
-            else:
-                tl.debug_barrier()  # all threads have stored before one of them counts
-                arrived = tl.atomic_add(arrivals + seq_head, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_splits - 1:
-                    tl.store(arrivals + seq_head, 0)
-                    kept_rows = tl.arange(0, ROWS)
-                    all_m, all_l, all_acc = _merge_splits(
-                        split_accs, split_sums, num_splits, seq_head, first_cta, max_splits,
-                        kept_rows, kept_rows >= 0, SPLITS_FIXED, ROWS, V, AT_ONCE, False,
-                    )  # fmt: skip
-                    write_rows(
-                        out, lse, all_m, all_l, all_acc, kept_rows, v_columns, sinks, factor,
-                        first_token, head, query_len, num_kv_heads, out_token, out_head, GROUP,
-                        V_SIZE, HAS_SINKS,
-                    )  # fmt: skip
-
+        _finish_head(
+            out, lse, split_accs, split_sums, split_info, arrivals, m, l, acc, rows, v_columns,
+            sinks, factor, seq * num_kv_heads + head, head, head_start, per_head, first, count,
+            program, programs, total, max_splits, first_token, query_len, num_kv_heads, out_token,
+            out_head, GROUP, V_SIZE, HAS_SINKS, SPLITS_FIXED, ROWS, AT_ONCE, MERGE_ROWS,
+        )  # fmt: skip
         work += count
         if work == before + per_head * heads:
             before = work

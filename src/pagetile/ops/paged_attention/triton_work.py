@@ -32,7 +32,7 @@ LONG = tl.constexpr(4)
 
 @triton.jit
 def add(a, b):
-    """The operation of ``gl.associative_scan``."""
+    """The operation of ``associative_scan``."""
     return a + b
 
 
@@ -135,6 +135,78 @@ def cut(program, programs, total):
 
 
 @triton.jit
+def measure_queue(
+    seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST: tl.constexpr,
+    TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.constexpr,
+    WHOLE: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr, VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """The length of the work queue, and how many CTAs share it.
+
+    ``entries`` is 0, 1, 2 ...: so many entries are counted at a time. Only half of the CTAs take
+    part if each would have fewer than ``HALVED`` key tiles, and each has at least ``LEAST``.
+
+    Returns ``(tiles, whole, total, programs)``: ``count_key_tiles`` of the first entries, the
+    result of ``choose_whole``, all work tiles, and the number of CTAs.
+    """
+    SEQS: tl.constexpr = entries.shape[0]
+    num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
+    tiles = count_key_tiles(
+        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
+        VISIBLE,
+    )  # fmt: skip
+    total_tiles = tl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
+    total = tl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
+    longest = tl.max(tiles[1] - tiles[0], 0)
+    for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
+        more = count_key_tiles(
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
+            TILE_N, VISIBLE,
+        )  # fmt: skip
+        total_tiles += tl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
+        total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
+        longest = tl.maximum(longest, tl.max(more[1] - more[0], 0))
+    whole, total = choose_whole(total_tiles, total, longest, tl.num_programs(0), WHOLE)
+    programs = tl.minimum(tl.num_programs(0), total)
+    if total_tiles < HALVED * tl.num_programs(0):
+        programs = tl.minimum(programs, (tl.num_programs(0) + 1) // 2)
+    if LEAST > 0:
+        programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST, 1))
+    return tiles, whole, total, programs
+
+
+@triton.jit
+def find_entry(
+    seq_lens, cu_seqlens_q, entries, tiles, whole, work, num_seqs, num_kv_heads, window, listed,
+    MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """The entry of the queue that work tile ``work`` belongs to, and the work tiles before it.
+
+    ``entries`` and ``tiles`` are those of ``measure_queue``.
+    """
+    SEQS: tl.constexpr = entries.shape[0]
+    num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
+    ends = tl.associative_scan(count_work_tiles(tiles, whole, SPLIT_SHIFT, SPLITS_FIXED), 0, add)
+    passed = ends <= work
+    entry = tl.sum((passed & (entries < num_entries)).to(tl.int32), 0)
+    before = tl.max(tl.where(passed, ends, 0), 0)
+    running = tl.max(ends, 0)
+    for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
+        more = count_key_tiles(
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
+            TILE_N, VISIBLE,
+        )  # fmt: skip
+        ends = running + tl.associative_scan(
+            count_work_tiles(more, whole, SPLIT_SHIFT, SPLITS_FIXED), 0, add
+        )
+        passed = ends <= work
+        entry += tl.sum((passed & (start + entries < num_entries)).to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        running = tl.max(ends, 0)
+    return entry, before
+
+
+@triton.jit
 def _split_entry(entry, num_kv_heads, VISIBLE: tl.constexpr):
     """The sequence of an entry of the queue, and its first KV head."""
     if VISIBLE:
@@ -180,6 +252,21 @@ def find_range(
 
 
 @triton.jit
+def find_bounds(
+    row, blocks, listed, seq_len, query_len, window, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Positions of rows, their first keys, and the ends of their keys; compact if VISIBLE."""
+    position = seq_len - query_len + row // GROUP
+    end = tl.minimum(position + 1, seq_len) if CAUSAL else seq_len + 0 * position
+    first = position - window + 1
+    if VISIBLE:
+        end = compact_position(blocks, end, listed[5], listed[1], listed[2])
+        first = compact_position(blocks, first, listed[5], listed[1], listed[2])
+    return position, first, end
+
+
+@triton.jit
 def find_block_numbers(
     blocks, key, first_key, end_key, block_size, BLOCK_SIZE: tl.constexpr, VISIBLE: tl.constexpr
 ):
@@ -217,6 +304,27 @@ def slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED: tl.constexpr):
     else:
         slot = tl.where(split == 0, 2 * first_cta + 1, 2 * (first_cta + split))
     return slot.to(tl.int64)
+
+
+@triton.jit
+def find_split(head_start, per_head, first, program, programs, total, SPLITS_FIXED: tl.constexpr):
+    """Which of a head's splits a CTA has, how many there are, and the first CTA with one."""
+    start = head_start.to(tl.int64)
+    first_cta = (((start + 1) * programs - 1) // total).to(tl.int32)
+    last_cta = (((start + per_head) * programs - 1) // total).to(tl.int32)
+    split = first if SPLITS_FIXED else program - first_cta
+    num_splits = per_head if SPLITS_FIXED else last_cta - first_cta + 1
+    return split, num_splits, first_cta
+
+
+@triton.jit
+def store_split(split_accs, split_sums, slot, row, column, m, l, acc, is_kept, ROWS: tl.constexpr):
+    """Store the state of a split's rows."""
+    V: tl.constexpr = acc.shape[1]
+    tl.store(split_sums + slot * 2 * ROWS + row, m, mask=is_kept)
+    tl.store(split_sums + slot * 2 * ROWS + ROWS + row, l, mask=is_kept)
+    place = split_accs + slot * ROWS * V + (row * V)[:, None] + column[None, :]
+    tl.store(place, acc, mask=is_kept[:, None])
 
 
 @triton.jit
