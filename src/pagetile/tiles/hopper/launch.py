@@ -116,14 +116,13 @@ def attend(
     q, written = align(q), align(out)  # keeps the short sequences' results of another launch
     if block_tables is None:
         k, v = k[None], v[None]
-    block_size = k.shape[1] if block_tables is not None else 0
     num_heads, group = q.shape[1], q.shape[1] // k.shape[2]
     num_seqs = cu_seqlens_q.shape[0] - 1
     is_uniform = not splits and q.shape[0] == num_seqs * max_query_len
     config = ForwardConfig(
         dtype=q.dtype,
         head_size=q.shape[2],
-        block_size=block_size,
+        block_size=k.shape[1] if block_tables is not None else 0,
         causal=causal,
         has_window=sliding_window is not None,
         uniform=is_uniform,
@@ -320,20 +319,32 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 @functools.cache
 def make_launcher(config: ForwardConfig) -> GluonLauncher:
     """Return the launcher of the forward kernel for one configuration."""
-    name, tiling = POINTERS[config.dtype][1:], config.tiling
+    types = _list_types(config)
+    # Parameters that a configuration does not read are constants, which come last.
+    unread = dict.fromkeys((name for name in _OPTIONAL if name not in types), 0)
+    options = {"launch_pdl": True} if config.is_unpacked else {}
     box = [_ROWS // config.pack, config.pack, _COLUMNS]
+    boxes = {name: box for name in types if types[name] == types["q_desc"]}
+    constants = unread | _list_constants(config)
+    return GluonLauncher(forward_kernel, types, constants, boxes=boxes, num_warps=4, **options)
+
+
+_STRIDES = tuple(f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head"))
+_SCALES = ("k_scale", "v_scale")
+_SCALE_STRIDES = tuple(f"{cache}s_{which}" for cache in "kv" for which in ("block", "slot", "head"))
+_SCRATCH = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
+_OPTIONAL = (*_STRIDES, *_SCALES, *_SCALE_STRIDES, *_SCRATCH)
+"""The kernel's last parameters before its constants."""
+
+
+def _list_types(config: ForwardConfig) -> dict[str, str]:
+    """Return the types of the parameters that the kernel reads, in its order."""
+    name = POINTERS[config.dtype][1:]
     # Triton's types need powers of two. A box of fewer rows fills the first rows of such a type.
-    box_type = box if _ROWS % config.pack == 0 else [_ROWS, 1, _COLUMNS]
-    rows = f"tensordesc<{name}{box_type},{_layout(3)!r}>"
-    v_name = "fp16" if config.is_unpacked else name
-    sources = [
-        f"tensordesc<{kind}{boxes},{_layout(len(boxes))!r}>"
-        for kind, boxes in zip((name, v_name), map(config.boxes, config.sizes), strict=True)
-    ]
-    is_packed = config.packed != "none"
-    has_scales = is_packed or config.is_unpacked
-    element = "i32" if is_packed else name  # words of four 8-bit values
-    k_source, v_source = [f"*{element}:16"] * 2 if config.gathers else sources
+    is_power = _ROWS % config.pack == 0
+    box = [_ROWS // config.pack, config.pack, _COLUMNS] if is_power else [_ROWS, 1, _COLUMNS]
+    rows = f"tensordesc<{name}{box},{_layout(3)!r}>"
+    k_source, v_source = _list_source_types(config, name)
     types = {
         "out": f"*{name}:16",
         "out_desc": rows if config.staged else f"*{name}:16",
@@ -354,22 +365,38 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     types |= {"scale": "fp32", "inner": "fp32"}
     types |= dict.fromkeys(("list_pitch", "list_seq", "list_head", "table_stride"), "i32")
     types |= {"token_stride": "i64:8", "head_stride": "i64:8"}
-    strides = [f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head")]
-    scratch = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
     stride = "i64" if config.is_far else "i32"
-    scale_stride = stride if config.has_token_scales else "i32"
-    of_scales = dict.fromkeys(("k_scale", "v_scale"), "*fp32") | {
-        f"{cache}s_{which}": scale_stride for cache in "kv" for which in ("block", "slot", "head")
-    }
-    takes_scales = has_scales or config.splits
-    takes_strides = config.gathers or takes_scales  # constants come last
-    types |= dict.fromkeys(strides if takes_strides else [], stride)
-    types |= of_scales if takes_scales else {}
-    types |= scratch if config.splits else {}
-    constants: dict[str, Any] = dict.fromkeys([] if takes_strides else strides, 0)
-    constants |= {} if takes_scales else dict.fromkeys(of_scales, 0)
-    constants |= {} if config.splits else dict.fromkeys(scratch, 0)
-    constants |= {
+    takes_scales = _has_scales(config) or config.splits
+    if config.gathers or takes_scales:
+        types |= dict.fromkeys(_STRIDES, stride)
+    if takes_scales:
+        types |= dict.fromkeys(_SCALES, "*fp32")
+        types |= dict.fromkeys(_SCALE_STRIDES, stride if config.has_token_scales else "i32")
+    if config.splits:
+        types |= _SCRATCH
+    return types
+
+
+def _list_source_types(config: ForwardConfig, name: str) -> list[str]:
+    """Return the types of keys and values: pointers, or descriptors of boxes."""
+    if config.gathers:
+        element = "i32" if config.packed != "none" else name  # words of four 8-bit values
+        return [f"*{element}:16"] * 2
+    names = name, "fp16" if config.is_unpacked else name
+    return [
+        f"tensordesc<{kind}{boxes},{_layout(len(boxes))!r}>"
+        for kind, boxes in zip(names, map(config.boxes, config.sizes), strict=True)
+    ]
+
+
+def _has_scales(config: ForwardConfig) -> bool:
+    return config.packed != "none" or config.is_unpacked
+
+
+def _list_constants(config: ForwardConfig) -> dict[str, Any]:
+    """Return the kernel's constants, in its order."""
+    tiling = config.tiling
+    return {
         "HEAD_SIZE": config.head_size,
         "V_SIZE": config.sizes[1],
         "BLOCK_SIZE": config.block_size,
@@ -399,9 +426,6 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
         "EARLY": tiling.q_stages == 1,
         "HOLDS_Q": tiling.holds_queries,
         "PACKED": config.packed,
-        "SCALES": "token" if config.has_token_scales else "head" if has_scales else "none",
+        "SCALES": "token" if config.has_token_scales else "head" if _has_scales(config) else "none",
         "WAITS": config.is_unpacked,
     }
-    options = {"launch_pdl": True} if config.is_unpacked else {}
-    boxes = {name: box for name, kind in types.items() if kind == rows}
-    return GluonLauncher(forward_kernel, types, constants, boxes=boxes, num_warps=4, **options)
