@@ -30,6 +30,13 @@ def send_integers(numbers: Any, device: torch.device) -> Tensor:
     return send(np.array(numbers, np.int64), device)
 
 
+def send_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Several arrays as tensors on the device, by one copy; on a CPU they are the arrays."""
+    if device.type != "cuda":
+        return [send(array, device) for array in arrays]
+    return unpack(pack(arrays, device).to(device, non_blocking=True), arrays)
+
+
 def pack(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> Tensor:
     """Several arrays one after another in host memory, pinned for a GPU: bytes ``[n]``.
 

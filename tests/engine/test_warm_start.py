@@ -12,8 +12,8 @@ import pytest
 from tiny_models import tiny_model
 
 from pagetile import LLM
-from pagetile.engine import Engine
 from pagetile.engine.runner import Runner
+from pagetile.engine.warming import warm_up
 
 ON_A_CPU = """
 from numba import njit
@@ -78,18 +78,26 @@ def test_an_eager_engine_makes_nothing_at_its_start(
     enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what ``warm_up`` would record and compile, nor memory for graphs."""
-    warmed, eager = [], []
+    warmed, sizes = [], []
+
+    class Kernels:
+        min_saved_tokens = 1
+
+        def make_graphs(self, max_num_batched_tokens: int) -> None:
+            sizes.append(max_num_batched_tokens)
 
     class Watched(Runner):
-        def __init__(self, *arguments: Any, enforce_eager: bool, **options: Any) -> None:
-            eager.append(enforce_eager)
-            super().__init__(*arguments, enforce_eager=enforce_eager, **options)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.kernels = Kernels()  # type: ignore[assignment]
 
     monkeypatch.setattr("pagetile.engine.core.Runner", Watched)
-    monkeypatch.setattr(Engine, "warm_up", lambda self, show: warmed.append(self))
-    llm = LLM(tiny_model("llama"), num_blocks=8, enforce_eager=enforce_eager)
+    monkeypatch.setattr("pagetile.engine.loading.warm_up", lambda *given: warmed.append(given[0]))
+    llm = LLM(
+        tiny_model("llama"), num_blocks=8, max_num_batched_tokens=128, enforce_eager=enforce_eager
+    )
     assert warmed == ([] if enforce_eager else [llm.engine])
-    assert eager == [enforce_eager]
+    assert sizes == ([] if enforce_eager else [128])
 
 
 def test_warming_up_runs_what_a_gpu_records_and_then_requests(
@@ -101,9 +109,9 @@ def test_warming_up_runs_what_a_gpu_records_and_then_requests(
         def warm_up(self, show: Any) -> None:
             done.append(show)
 
-    monkeypatch.setattr("pagetile.engine.core.run_made_up", lambda *args: done.append(args))
+    monkeypatch.setattr("pagetile.engine.warming.run_made_up", lambda *args: done.append(args))
     engine = LLM(tiny_model("llama"), num_blocks=8, max_num_batched_tokens=128).engine
     assert not done, "a CPU has nothing to record"
     monkeypatch.setattr(engine._runner, "kernels", Kernels())
-    engine.warm_up(show := object())  # type: ignore[arg-type]
+    warm_up(engine, show := object())  # type: ignore[arg-type]
     assert done == [show, (engine, 3 * 128)]

@@ -36,7 +36,6 @@ from .step import LaunchedStep
 from .structured_outputs import GrammarCompiler, fill_masks
 from .text_decoder import TextDecoder
 from .token_text import TokenText
-from .warming import run_made_up
 
 
 class Engine:
@@ -91,17 +90,12 @@ class Engine:
         )
         self.pool = cache.pool
         self._index = PrefixIndex(self.pool)
-        self._runner = Runner(
-            model,
-            cache,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            enforce_eager=enforce_eager,
-        )
+        self._runner = Runner(model, cache, max_num_seqs, max_model_len)
         grouper, kernels = None, self._runner.kernels
         if kernels is not None:
             grouper = PrefixGrouper(self.pool.block_size, kernels.min_saved_tokens)
+            if not enforce_eager:
+                kernels.make_graphs(max_num_batched_tokens)
         self.scheduler = Scheduler(
             self.pool,
             self._index if enable_prefix_caching else None,
@@ -251,16 +245,6 @@ class Engine:
             self._start_over()
             self.require_device()
             raise
-
-    def warm_up(self, show: Callable[[Any], Any] = iter) -> None:
-        """Compile kernels and capture CUDA graphs, so that the first request is fast.
-
-        Args:
-            show: Wraps the list of captures, for a progress bar.
-        """
-        if self._runner.kernels is not None:
-            self._runner.kernels.warm_up(show)
-            run_made_up(self, 3 * self.scheduler.max_num_batched_tokens)
 
     def is_finished(self, request_id: Hashable) -> bool:
         """Whether nothing more will be generated for a request; it must be known."""

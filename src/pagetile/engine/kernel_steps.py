@@ -100,11 +100,12 @@ class KernelSteps:
         with torch.inference_mode():
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
-            from .triton_draw import FEWEST_ROWS  # with which a program scores several tiles
+            from .triton_draw import FEWEST_ROWS, compile_masks
 
+            # With so many rows a program scores several tiles.
             size = self.prompt_graphs.fit(min(FEWEST_ROWS, self.prompt_graphs.sizes[-1]))
             self.prompt_buffers.clear(size)
-            self.sampler.compile_masks(self._record_prompts(size)[0])
+            compile_masks(self._record_prompts(size)[0], self.sampler)
 
     def start(self, step: SchedulerOutput) -> None:
         """Switch to the other step's buffers; call it before anything of a step is launched."""

@@ -17,6 +17,7 @@ from .checks import check, integer, number
 from .core import Engine
 from .generation_config import sampling_defaults
 from .sampling_params import SamplingParams
+from .warming import warm_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,7 +120,7 @@ def load_engine(
     )
     _engines.add(engine)
     if not enforce_eager:
-        engine.warm_up(_show_progress if use_tqdm else iter)
+        warm_up(engine, _show_progress if use_tqdm else iter)
     return engine, default_params
 
 

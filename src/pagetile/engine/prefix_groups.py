@@ -19,13 +19,22 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from .request import Sequence
-from .step import PrefixGroups, SchedulerOutput
+from .step import SchedulerOutput
 
 MAX_GROUPS = 8
 """Groups of a step, the one without a prefix included: the capacity of a captured graph."""
 
 _MAX_DIVISIONS = 16
 """How deep groups are divided into groups that share more, to bound the work."""
+
+
+class PrefixGroups(NamedTuple):
+    """Groups of neighbouring sequences of a step, ``MAX_GROUPS`` in all; some may be empty."""
+
+    cu_group_seqs: list[int]
+    """Where each group's sequences start, and the end of the last."""
+    prefix_lens: list[int]
+    """Tokens that a group shares, whole blocks."""
 
 
 class _Group(NamedTuple):

@@ -24,7 +24,7 @@ from ..kv_cache.storage import KVCache
 from ..models.forward_batch import ForwardBatch
 from ..models.paged_model import PagedModel
 from ..ops.paged_attention import PagedBatch, SharedPrefixes
-from ..transfer import pack, unpack
+from ..transfer import send_all
 from .kernel_steps import KernelSteps
 from .ngram import find_assumed
 from .sampler import Sampler
@@ -38,23 +38,14 @@ class Runner:
         model: The model; its attention layers are bound to ``cache`` here.
         cache: Keys and values.
         max_num_seqs: Number of rows.
-        max_num_batched_tokens: The most tokens of a step.
         max_model_len: The most tokens of a row.
-        enforce_eager: On a GPU, launch the kernels of steps one by one, not as graphs.
 
     Attributes:
         kernels: Launches steps on a GPU; ``None`` on a CPU.
     """
 
     def __init__(
-        self,
-        model: PagedModel,
-        cache: KVCache,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        enforce_eager: bool = False,
+        self, model: PagedModel, cache: KVCache, max_num_seqs: int, max_model_len: int
     ) -> None:
         self.model, self.cache, self.device = model, cache, model.device
         self.max_model_len = max_model_len
@@ -65,9 +56,7 @@ class Runner:
         self._num_sent = [0] * max_num_seqs  # blocks
         self.kernels: KernelSteps | None = None
         if model.device.type == "cuda":
-            kernels = self.use_kernels()
-            if not enforce_eager:
-                kernels.make_graphs(max_num_batched_tokens)
+            self.use_kernels()
         model.bind(cache)
 
     def use_kernels(self) -> KernelSteps:
@@ -147,7 +136,8 @@ class Runner:
         if kernels is not None and size is not None:
             results = kernels.replay(size, arrays, rows, masks, assumed)
         else:
-            tensors = self._send(arrays)
+            sent = send_all([*arrays.values()], self.device)
+            tensors = dict(zip(arrays, sent, strict=True))
             logits, where = self.model.forward(self._place(tensors, step)), tensors["sampled_rows"]
             if rows:
                 results = self.sampler.sample(logits, where, rows, masks, assumed)
@@ -219,14 +209,6 @@ class Runner:
             "sampled_rows": np.array(sampled_rows, np.int64),
             "sampled_lens": sampled_lens,
         }
-
-    def _send(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
-        """Copy a step's arrays to the device in one copy."""
-        if self.device.type != "cuda":
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
-        listed = list(arrays.values())
-        packed = pack(listed, self.device).to(self.device, non_blocking=True)
-        return dict(zip(arrays, unpack(packed, listed), strict=True))
 
     def _place(self, t: dict[str, Tensor], step: SchedulerOutput) -> ForwardBatch:
         """Update the rows and lay out the batch, in a few launches whatever the size."""

@@ -24,11 +24,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..transfer import pack, send_integers, unpack
+from ..transfer import send_all, send_integers
 from . import torch_draw
 from .checks import explain_no_token
 from .logprobs import add_logprobs, read_logprobs
@@ -112,9 +111,7 @@ class Sampler:
                 self._tables[row] = make_tables(input_, features[at], self.vocab_size, self.device)
                 addresses[at] = self._tables[row].addresses
         numbers = ints.astype(np.uint32).view(np.int32), floats, addresses
-        arrays: list[npt.NDArray[Any]] = [np.array(rows, np.int64), *numbers]
-        packed = pack(arrays, self.device).to(self.device, non_blocking=True)
-        where, *new = unpack(packed, arrays)
+        where, *new = send_all([np.array(rows, np.int64), *numbers], self.device)
         for own, sent in zip((self.ints, self.floats, self.addresses), new, strict=True):
             own[where] = sent
 
@@ -210,13 +207,6 @@ class Sampler:
         state.lengths = self.lengths[rows] + send_integers([*map(len, drafts)], self.device).int()
         state.addresses = send_integers([each.addresses for each in tables], self.device)
         return state
-
-    def compile_masks(self, logits: Tensor) -> None:
-        """Compile the kernels for grammars, by a draw without rows."""
-        for n in {1, len(logits)}:
-            rows = torch.full((n,), -1, dtype=torch.int32, device=self.device)
-            masks = torch.zeros(n, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
-            self._kernels.draw(logits[:n], rows, self, masks)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -18,14 +18,8 @@ from ..errors import GenerationError
 from .logprobs import TokenLogprobs
 from .request import Sequence
 
-
-class PrefixGroups(NamedTuple):
-    """Groups of neighbouring sequences of a step, ``MAX_GROUPS`` in all; some may be empty."""
-
-    cu_group_seqs: list[int]
-    """Where each group's sequences start, and the end of the last."""
-    prefix_lens: list[int]
-    """Tokens that a group shares, whole blocks."""
+if TYPE_CHECKING:
+    from .prefix_groups import PrefixGroups
 
 
 @dataclass

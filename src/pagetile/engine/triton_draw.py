@@ -146,6 +146,14 @@ def draw(
     return packed
 
 
+def compile_masks(logits: Tensor, state: Sampler) -> None:
+    """Compile the kernels for grammars, by a draw without rows."""
+    for n in {1, len(logits)}:
+        rows = torch.full((n,), -1, dtype=torch.int32, device=logits.device)
+        num_words = triton.cdiv(logits.shape[1], 32)
+        draw(logits[:n], rows, state, rows.new_zeros(n, num_words))
+
+
 def _pad(n: int) -> int:
     """So many rows that each part of a result is aligned to 16 bytes, whatever n is."""
     return -(-n // 4) * 4

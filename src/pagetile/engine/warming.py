@@ -1,14 +1,28 @@
-"""Dummy requests that compile kernels before the first real one."""
+"""Compiles kernels and captures CUDA graphs before the first request."""
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .core import Engine
+
+
+def warm_up(engine: Engine, show: Callable[[Any], Any] = iter) -> None:
+    """Compile kernels and capture CUDA graphs, so that the first request is fast.
+
+    Args:
+        engine: The engine; on a CPU it has nothing to compile.
+        show: Wraps the list of captures, for a progress bar.
+    """
+    kernels = engine._runner.kernels
+    if kernels is not None:
+        kernels.warm_up(show)
+        run_made_up(engine, 3 * engine.scheduler.max_num_batched_tokens)
 
 
 def run_made_up(engine: Engine, num_tokens: int) -> None:
