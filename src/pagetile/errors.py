@@ -6,6 +6,7 @@
     ├── UnsupportedError   (NotImplementedError)  correct, but nothing here can run it
     ├── OutOfBlocksError   (RuntimeError)         the block pool is exhausted
     ├── RequestError       (ValueError)           a generation request that can never be served
+    │   └── TemplateError                         the chat template refuses its messages
     ├── OverloadedError    (RuntimeError)         too many requests now; try again later
     ├── GenerationError    (RuntimeError)         a request failed while it was computed
     │   └── NoTokenLeftError                      its own parameters forbid every token
@@ -37,6 +38,10 @@ class OutOfBlocksError(PagetileError, RuntimeError):
 
 class RequestError(PagetileError, ValueError):
     """A generation request that can never be served as it stands."""
+
+
+class TemplateError(RequestError):
+    """A chat template refuses a conversation: it has no system role, say."""
 
 
 class OverloadedError(PagetileError, RuntimeError):

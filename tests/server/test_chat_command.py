@@ -8,7 +8,9 @@ import pytest
 import typer
 
 from pagetile.cli import main
+from pagetile.server import ServerConfig
 
+from .conftest import serving
 from .test_load import wait_for
 
 
@@ -92,12 +94,15 @@ def test_a_typed_conversation_goes_on_after_an_error(url, say, monkeypatch):
     assert out.endswith(answer.partition("model > ")[2])  # the message that failed was dropped
 
 
+NO_SYSTEM_ROLE = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{{ messages[0].content }}"
+)
+
+
 def test_a_template_without_a_system_role_says_what_to_leave_out(say, monkeypatch, tmp_path):
     template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-        "{% endif %}{{ messages[0].content }}"
-    )
+    template.write_text(NO_SYSTEM_ROLE)
     args = ("--chat-template", str(template), "--max-tokens", "4", "--device", "cpu")
     code, _, err = say("def f(\n", *args, "--system", "Be brief.")
     assert code == 2
@@ -108,6 +113,17 @@ def test_a_template_without_a_system_role_says_what_to_leave_out(say, monkeypatc
     code, _, err = say("def f(\n", *args, "--system", "Be brief.")
     assert code == 0
     assert hint.split()[-1] in err
+
+
+def test_what_a_server_s_template_refuses_is_told_from_other_errors(async_llm, say):
+    with serving(async_llm, ServerConfig(chat_template=NO_SYSTEM_ROLE)) as url:
+        code, _, err = say("def f(\n", url, "--system", "Be brief.")
+        assert code == 2
+        assert err.endswith("not supported. If it has no system role, leave out --system\n")
+        code, _, err = say("def f(\n", url, "--system", "x", "--model", "template refuses")
+        assert code == 2
+        assert "template refuses" in err
+        assert "leave out --system" not in err
 
 
 def test_text_that_is_not_utf8_and_a_closed_input(url, say, monkeypatch):

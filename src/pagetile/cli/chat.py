@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..errors import RequestError
+from ..errors import RequestError, TemplateError
 from .options import MODEL, Device, flag, option
 
 EXAMPLES = """
@@ -92,7 +92,7 @@ def chat(
         try:
             text = _print(answer(messages), "" if raw else "model > ")
         except RequestError as error:
-            if system and "template refuses" in str(error):
+            if system and isinstance(error, TemplateError):
                 error = RequestError(f"{error}. If it has no system role, leave out --system")
             if not sys.stdin.isatty():
                 raise error from None
@@ -184,7 +184,9 @@ def _remote(url: str, model: str | None, key: str | None, options: dict[str, Any
         try:
             return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
-            raise RequestError(f"{url}{path}: {_reason(error)}") from None
+            message, code = _read_error(error)
+            kind = TemplateError if code == "chat_template_refuses" else RequestError
+            raise kind(f"{url}{path}: {message}") from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise RequestError(
@@ -211,11 +213,13 @@ def _remote(url: str, model: str | None, key: str | None, options: dict[str, Any
     return answer
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _read_error(error: urllib.error.HTTPError) -> tuple[str, Any]:
+    """Return a server's message and its code."""
     try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{error.code} {error.reason}"
+        detail = json.load(error)["error"]
+        return str(detail["message"]), detail.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{error.code} {error.reason}", None
 
 
 def _local(

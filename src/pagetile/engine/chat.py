@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import RequestError, TemplateError
 from .input_processor import is_list
 
 Conversation = SequenceOf[Mapping[str, Any]]
@@ -31,7 +31,8 @@ def render(
         **options: As for ``render_text``.
 
     Raises:
-        RequestError: There is no template, it refuses the messages, or they are not messages.
+        TemplateError: The template refuses the messages.
+        RequestError: There is none, or they are not messages.
     """
     _check_template(tokenizer, chat_template)
     return [
@@ -190,4 +191,4 @@ def _apply(
         )
         return text
     except Exception as error:  # a template may raise anything
-        raise RequestError(f"{name}: the chat template refuses it: {error}") from error
+        raise TemplateError(f"{name}: the chat template refuses it: {error}") from error

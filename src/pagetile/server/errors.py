@@ -78,9 +78,10 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def field_error(message: str, param: str | None = None) -> ApiError:
+def field_error(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400 that names the wrong field: ``param``, or what the message begins with."""
-    return ApiError(400, message, param=param or re.split(r"[^\w.]", message, maxsplit=1)[0])
+    param = param or re.split(r"[^\w.]", message, maxsplit=1)[0]
+    return ApiError(400, message, param=param, code=code)
 
 
 def to_api_error(error: Exception) -> ApiError:

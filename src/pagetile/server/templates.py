@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..engine.chat import as_template_message, render_text
-from ..errors import RequestError
+from ..errors import RequestError, TemplateError
 from .config import ServerConfig
 from .errors import field_error
 from .schemas.chat import Message, Tool
@@ -128,7 +128,8 @@ class ChatTemplate:
             text = await self._within(work, self._config.limits.template_seconds)
         except RequestError as error:
             reason = str(error).removeprefix("conversation 0: ")
-            raise field_error(reason, "messages") from error
+            code = "chat_template_refuses" if isinstance(error, TemplateError) else None
+            raise field_error(reason, "messages", code) from error
         self._check_length(len(text), "messages")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
