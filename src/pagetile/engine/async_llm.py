@@ -15,18 +15,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
 from .engine_thread import EngineThread, call_soon
-from .input_processor import Prompt, check_params, parse_prompt
+from .input_processor import Prompt, check_params
 from .keywords import ExplainsAbsentNames
 from .llm import LLM
 from .logprobs import LogprobDicts
 from .outputs import CompletionOutput, Delta, RequestOutput
+from .prompt_dictionary import parse_prompt
 from .request_stream import RequestStream
 from .sampling_params import SamplingParams
 from .vllm_names import ASYNC_LLM_NAMES
@@ -220,10 +221,11 @@ class AsyncLLM(metaclass=ExplainsAbsentNames, of_vllm=ASYNC_LLM_NAMES):
         """
         params = self._default_params if sampling_params is None else sampling_params
         check_params(params)
-        prompt, own_salt = parse_prompt(prompt)
-        if own_salt is not None and cache_salt not in (None, own_salt):
-            raise RequestError("cache_salt is given twice: in the prompt, and beside it")
-        cache_salt = cache_salt or own_salt
+        if isinstance(prompt, Mapping):
+            prompt, own_salt = parse_prompt(prompt)
+            if own_salt is not None and cache_salt not in (None, own_salt):
+                raise RequestError("cache_salt is given twice: in the prompt, and beside it")
+            cache_salt = cache_salt or own_salt
         self.check_capacity(min(params.n, self.max_num_seqs))  # more are refused for good
         token_ids = await self.run_in_worker(self._validate, prompt, params)
         self.check_capacity(params.n)  # other requests may have come during tokenization

@@ -55,9 +55,8 @@ class ChunkSizer:
             budget: The upper limit.
             num_waiting: Waiting sequences that have room to run beside them.
         """
-        if not self._fit.mean_y or not self._decode:
-            return budget
-        if not any(s.request.stream and s.num_pending <= 1 for s in running):
+        is_streaming = any(s.request.stream and s.num_pending <= 1 for s in running)
+        if not (is_streaming and self._fit.mean_y and self._decode):
             return budget
         now = self._decode_seconds(len(running))
         soon = max(now, self._decode_seconds(len(running) + num_waiting))

@@ -27,12 +27,13 @@ from .ngram import NgramProposer, verify
 from .output_processor import advance, append_plain, detokenize_rest, fail
 from .outputs import CacheCounts, Delta, RequestOutput
 from .prefix_groups import PrefixGrouper
-from .prompt_logprobs import score_prompt
+from .prompt_logprobs import score_next
 from .request import Request, Sequence
 from .runner import Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .step import LaunchedStep
+from .step_masks import encode_bad_words
 from .structured_outputs import GrammarCompiler, fill_masks
 from .text_decoder import TextDecoder
 from .token_text import TokenText
@@ -173,14 +174,14 @@ class Engine:
             request_id = self.make_id()
         elif request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use: take its output first")
-        form = params.structured_outputs
+        form, words = params.structured_outputs, params.bad_words
         request = Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            bad_words=self.inputs.encode_bad_words(params),
+            bad_words=encode_bad_words(self.tokenizer, words) if words else (),
             cache_salt=cache_salt,
             stream=stream,
             make_grammar=None if form is None else self.grammars.compile(form),
@@ -232,7 +233,7 @@ class Engine:
         self.require_device()
         self._start_change()
         try:
-            admits = not self._to_score or self._score_next()
+            admits = not self._to_score or score_next(self, self._to_score, self._deltas)
             while len(self._in_flight) < self._most_in_flight and self._launch(admits):
                 pass
             if self._in_flight:
@@ -277,25 +278,6 @@ class Engine:
         return self._requests[request_id]
 
     # --- one step --------------------------------------------------------------------------
-
-    def _score_next(self) -> bool:
-        """Compute one prompt's log-probabilities, or return False if blocks are lacking.
-
-        No sequence is admitted then: small prompts would take each block that becomes free.
-        """
-        sequence = self._to_score[0]
-        if not score_prompt(self, sequence):
-            return not (self.scheduler.running or self._in_flight)
-        self._to_score.popleft()
-        if sequence.error is None and sequence.request.generates:
-            self.scheduler.add(sequence)
-        else:
-            reason = "length" if sequence.error is None else "error"
-            self.scheduler.finish(sequence, reason)
-            request_id = sequence.request.request_id
-            error = None if sequence.error is None else str(sequence.error)
-            self._deltas.append(Delta(request_id, 0, "", None, reason, error))
-        return True
 
     def _launch(self, admits: bool) -> bool:
         """Schedule and launch a step; False if there is nothing to compute now."""
@@ -354,8 +336,7 @@ class Engine:
         """Tell the chunk sizer a step's time: since its launch, or since the last was read."""
         now, step = time.perf_counter(), launched.step
         num_decode = step.num_tokens.count(1) + len(step.drafts)
-        num_draft = sum(map(len, step.drafts.values()))
-        num_prompt = sum(step.num_tokens) - num_decode - num_draft
+        num_prompt = sum(step.num_tokens) - num_decode - sum(map(len, step.drafts.values()))
         seconds = now - max(self._last_read, launched.started)
         self.scheduler.chunks.record(seconds, num_decode, num_prompt)
         self._last_read = now
@@ -378,11 +359,9 @@ class Engine:
         self._in_flight.clear()
         unfinished = list[Sequence]()
         for request in self._requests.values():
-            for at, sequence in enumerate(request.sequences):
+            for sequence in request.sequences:
                 if not sequence.is_finished:
-                    request.sequences[at], end = self._rebuild(sequence)
-                    if end is not None:
-                        self.scheduler.finish(request.sequences[at], end)
+                    self._rebuild(sequence)
             unfinished += [s for s in request.sequences if not s.is_finished]
         self._to_score = deque(s for s in unfinished if s.request.needs_scores)
         self.scheduler.restart([s for s in unfinished if not s.request.needs_scores])
@@ -403,14 +382,16 @@ class Engine:
 
     # --- one sequence ----------------------------------------------------------------------
 
-    def _rebuild(self, old: Sequence) -> tuple[Sequence, str | None]:
-        """Return a new sequence of the same tokens, without blocks, and why they end it."""
+    def _rebuild(self, old: Sequence) -> None:
+        """Replace a sequence by one of the same tokens, without blocks; they may end it."""
         new, end = self._new_sequence(old.request, old.index), None
         for at, token_id in enumerate(old.output_token_ids):
             logprobs = None if old.logprobs is None else old.logprobs[at]
             end = advance(new, token_id, logprobs).finish_reason
         new.num_tokens = len(new.token_ids)
-        return new, end
+        old.request.sequences[old.index] = new
+        if end is not None:
+            self.scheduler.finish(new, end)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         params, num_prompt = request.params, len(request.prompt_token_ids)

@@ -44,18 +44,12 @@ class InputProcessor:
                 "ask for fewer samples, or raise max_num_seqs"
             )
         self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
-        self._check_vocabulary("logit_bias", list(dict(params.logit_bias or ())))
+        self._check_vocabulary("logit_bias", [*dict(params.logit_bias or ())])
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={params.stop!r} but there is no tokenizer to make text with: give the "
-                "engine a tokenizer or use stop_token_ids"
-            )
-        if params.bad_words and self.tokenizer is None:
-            raise RequestError(
-                f"bad_words={params.bad_words!r} but the model directory has no tokenizer: use "
-                "logit_bias with -100"
-            )
+        if params.stop:
+            self._require_tokenizer(f"stop={params.stop!r}", "use stop_token_ids")
+        if params.bad_words:
+            self._require_tokenizer(f"bad_words={params.bad_words!r}", "use logit_bias with -100")
         if params.structured_outputs is not None:
             self.grammars.compile(params.structured_outputs)
         return token_ids
@@ -68,37 +62,18 @@ class InputProcessor:
                 and there is no tokenizer.
         """
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "the prompt is text but the model has no tokenizer: give a list of token ids, "
-                    "or load it with LLM(tokenizer=...)"
-                )
+            self._require_tokenizer("the prompt is text", "give a list of token ids")
             # A tokenizer may return a special token for an empty text.
             token_ids = list(self.tokenizer.encode(_unicode(prompt))) if prompt else []
-        else:
-            token_ids = list(prompt) if is_list(prompt) else [None]
-            if not all(map(_is_index, token_ids)):
-                given = type(prompt).__name__
-                raise RequestError(
-                    f"the prompt is {given}, expected text or a list of token ids (int)"
-                )
+        elif is_list(prompt) and all(map(_is_index, token_ids := list(prompt))):
             token_ids = list(map(operator.index, token_ids))
+        else:
+            given = type(prompt).__name__
+            raise RequestError(f"the prompt is {given}, expected text or a list of token ids (int)")
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"the prompt has token id {token_id}, expected 0 to {self.vocab_size - 1}: "
-                    "the model has no such token"
-                )
+        self._check_vocabulary("the prompt", token_ids)
         return token_ids
-
-    def encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of ``bad_words``: each word alone, and after a space."""
-        words = params.bad_words or ()
-        texts = [text for word in words for text in (word, " " + word.lstrip())]
-        encoded = [tuple(self.tokenizer.encode(t, add_special_tokens=False)) for t in texts]
-        return tuple(dict.fromkeys(filter(None, encoded)))
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens < self.max_model_len:
@@ -113,8 +88,18 @@ class InputProcessor:
         )
 
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        if token_ids and max(token_ids) >= self.vocab_size:
-            raise RequestError(f"{name} has {max(token_ids)}, expected 0 to {self.vocab_size - 1}")
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token_id}, expected 0 to {self.vocab_size - 1}: "
+                    "the model has no such token"
+                )
+
+    def _require_tokenizer(self, given: str, instead: str) -> None:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{given} but there is no tokenizer: {instead}, or load one with LLM(tokenizer=...)"
+            )
 
 
 def check_params(params: Any) -> None:
@@ -133,44 +118,6 @@ def list_prompts(prompts: Any) -> list[Prompt]:
         )
     listed = list(prompts)
     return [listed] if listed and _is_index(listed[0]) else listed
-
-
-def parse_prompt(prompt: Any) -> tuple[Any, str | None]:
-    """Split vLLM's dictionary form of a prompt into text or token ids, and its ``cache_salt``.
-
-    A dictionary has ``prompt`` (text) or ``prompt_token_ids``, and may have ``cache_salt``.
-    Anything else is returned as it is, without a salt.
-
-    Raises:
-        RequestError: The dictionary has other keys, or not exactly one prompt, or a value is of
-            the wrong type.
-    """
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")]
-    if unknown:
-        raise RequestError(
-            f"the prompt has {', '.join(map(repr, unknown))}, expected 'prompt' or "
-            "'prompt_token_ids', and optionally 'cache_salt'"
-        )
-    given = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-    if len(given) != 1:
-        raise RequestError(
-            f"the prompt has {' and '.join(map(repr, given)) or 'neither text nor token ids'}, "
-            "expected one of 'prompt' and 'prompt_token_ids'"
-        )
-    cache_salt = prompt.get("cache_salt")
-    if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
-        raise RequestError(
-            f"the prompt has cache_salt={cache_salt!r}, expected a non-empty string, or None"
-        )
-    [key] = given
-    if (key == "prompt") != isinstance(prompt[key], str):
-        expected = "text" if key == "prompt" else "a list of token ids"
-        raise RequestError(
-            f"the prompt's {key!r} is {type(prompt[key]).__name__}, expected {expected}"
-        )
-    return prompt[key], cache_salt
 
 
 def _unicode(prompt: str) -> str:

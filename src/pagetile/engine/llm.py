@@ -14,10 +14,11 @@ import torch
 
 from ..errors import RequestError
 from .chat import Conversation, Tools, render
-from .input_processor import Prompt, list_prompts, parse_prompt
+from .input_processor import Prompt, check_params, list_prompts
 from .keywords import ExplainsAbsentNames, refuse_unknown_keywords
 from .loading import load_engine
 from .outputs import Delta, RequestOutput
+from .prompt_dictionary import parse_prompt
 from .sampling_params import SamplingParams
 from .vllm_names import LLM_NAMES, LLM_OPTIONS
 
@@ -310,21 +311,15 @@ class LLM(metaclass=ExplainsAbsentNames, of_vllm=LLM_NAMES):
                 done = {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 bar.update(sum(self.engine.is_finished(request_id) for request_id in done))
 
-    def _validate(
-        self,
-        prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
-    ) -> list[dict[str, Any]]:
+    def _validate(self, prompts: Any, sampling_params: Any) -> list[dict[str, Any]]:
         """Return arguments of ``Engine.add_request``, after validating all of them."""
         self._check_idle()
         listed = list_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self._default_params] * len(listed)
+        if sampling_params is None:
+            sampling_params = self._default_params
         if not isinstance(sampling_params, SequenceOf):
-            raise RequestError(
-                f"sampling_params is {type(sampling_params).__name__}, expected SamplingParams(…) "
-                "or a list of them"
-            )
+            check_params(sampling_params)
+            sampling_params = [sampling_params] * len(listed)
         if len(sampling_params) != len(listed):
             raise RequestError(
                 f"{len(sampling_params)} sampling_params for {len(listed)} prompts: "
@@ -332,13 +327,12 @@ class LLM(metaclass=ExplainsAbsentNames, of_vllm=LLM_NAMES):
             )
         requests = []
         for position, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
+            request = {"prompt": prompt, "params": params}
             try:
-                prompt, cache_salt = parse_prompt(prompt)
-                token_ids = self.engine.inputs.validate(prompt, params)
+                if isinstance(prompt, Mapping):
+                    request["prompt"], request["cache_salt"] = parse_prompt(prompt)
+                request["token_ids"] = self.engine.inputs.validate(request["prompt"], params)
             except RequestError as error:
                 raise RequestError(f"prompt {position}: {error}") from None
-            text = prompt if isinstance(prompt, str) else token_ids
-            requests.append(
-                {"prompt": text, "params": params, "token_ids": token_ids, "cache_salt": cache_salt}
-            )
+            requests.append(request)
         return requests

@@ -20,8 +20,7 @@ def append_plain(
         The positions of the other tokens, for ``advance``.
     """
     others = []
-    numbered = zip(range(len(sequences)), sequences, token_ids, strict=True)
-    for at, sequence, token_id in numbered:
+    for at, sequence, token_id in zip(range(len(sequences)), sequences, token_ids, strict=True):
         if (
             sequence.only_appends
             and token_id not in sequence.end_token_ids

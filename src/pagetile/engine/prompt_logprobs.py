@@ -12,14 +12,44 @@ from ..kv_cache import BlockTable
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch
 from .logprobs import LogprobDicts, TokenLogprobs, compute_logprobs, read_logprobs
+from .output_processor import fail
+from .outputs import Delta
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Sequence
 
     from .core import Engine
     from .request import Sequence as OneSequence
 
 CHUNK = 256  # tokens of one forward: their logits are float32 [CHUNK, vocab_size]
+
+
+def score_next(engine: Engine, waiting: deque[OneSequence], deltas: list[Delta]) -> bool:
+    """Compute the log-probabilities of the first waiting prompt, and queue or end its sequence.
+
+    Args:
+        engine: The engine, between two steps.
+        waiting: Sequences whose prompts are to be scored.
+        deltas: Gets the last delta of a sequence that ends here.
+
+    Returns:
+        Whether other sequences may start. They may not while blocks for this one are lacking, or
+        small prompts would take each block that becomes free.
+    """
+    sequence, scheduler = waiting[0], engine.scheduler
+    if not score_prompt(engine, sequence):
+        return not (scheduler.running or scheduler.ended)
+    waiting.popleft()
+    if sequence.error is not None:
+        deltas.append(fail(sequence, sequence.error))
+        scheduler.finish(sequence, "error")
+    elif sequence.request.generates:
+        scheduler.add(sequence)
+    else:
+        deltas.append(Delta(sequence.request.request_id, 0, "", None, "length"))
+        scheduler.finish(sequence, "length")
+    return True
 
 
 def score_prompt(engine: Engine, sequence: OneSequence) -> bool:

@@ -34,11 +34,7 @@ from .step import LaunchedStep, SampledTokens, SchedulerOutput, StepResults
 class Runner:
     """Keeps the device's rows, and runs a model and the sampler over them.
 
-    Args:
-        model: The model; its attention layers are bound to ``cache`` here.
-        cache: Keys and values.
-        max_num_seqs: Number of rows.
-        max_model_len: The most tokens of a row.
+    The arguments are those of ``Engine``; ``max_num_seqs`` is the number of rows.
 
     Attributes:
         kernels: Launches steps on a GPU; ``None`` on a CPU.

@@ -1,8 +1,5 @@
 """Samples tokens from logits on the device: penalties, cuts, one draw, log-probabilities.
 
-The draw is Gumbel-max: the token with the largest ``logit / temperature - log(E)``, where E is
-exponential noise, has the distribution of the softmax, which is not computed.
-
 Parameters of a running sequence lie on the device in its row, an index into a ``Sampler``'s
 tensors. On a GPU a few kernels read them, whatever parameters the rows have; on a CPU the steps
 below are torch code::
@@ -59,7 +56,9 @@ class Sampler:
     4. ``top_k``: the k best tokens stay. ``top_p``: the fewest best tokens stay whose share of
        the likelihood is at least ``top_p``. Tokens tied with the last of them stay as well.
     5. ``min_p``: tokens at least ``min_p`` times as likely as the best stay.
-    6. The draw, by noise of (seed, index, number of output tokens) and of nothing else.
+    6. The draw is Gumbel-max: the token with the largest ``logit / T - log(E)`` has the
+       distribution of the softmax. E is exponential noise, of the seed, the index, the number of
+       output tokens and the token alone.
 
     Args:
         num_rows: Number of rows.
@@ -137,8 +136,7 @@ class Sampler:
             drafts: For each entry of ``rows`` the tokens that are assumed to follow its last one.
                 Then a row may come several times, and none advances: that is ``accept``'s.
         """
-        host_rows = list(host_rows)
-        features = self.features[host_rows]
+        features = self.features[list(host_rows)]
         with_words, step_masks = np.flatnonzero(features & Feature.WORDS).tolist(), None
         if masks or with_words:
             step_masks = self._masks.find(host_rows, with_words, masks, drafts)
@@ -190,10 +188,8 @@ class Sampler:
             asked = [None if k is None else min(k, self.vocab_size) for k in wanted]
             reports = enumerate(read_logprobs(results.logprobs[:n], tokens.token_ids, asked))
             tokens.logprobs.update((i, report) for i, report in reports if report is not None)
-        if not np.isfinite(best := results.best[:n]).all():
-            for i in np.flatnonzero(~np.isfinite(best)).tolist():
-                params = self._params[host_rows[i]]
-                tokens.errors[i] = explain_no_token(params, float(best[i]))
+        for i in np.flatnonzero(~np.isfinite(best := results.best[:n])).tolist():
+            tokens.errors[i] = explain_no_token(self._params[host_rows[i]], float(best[i]))
         return tokens
 
     def _copy_rows(

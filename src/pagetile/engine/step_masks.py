@@ -13,6 +13,13 @@ from ..transfer import send, send_integers
 from .sampling_rows import SamplingInput
 
 
+def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of ``bad_words``: each word alone, and after a space."""
+    texts = [text for word in words for text in (word, " " + word.lstrip())]
+    encoded = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(filter(None, encoded)))
+
+
 class StepMasks:
     """The last tokens of rows with bad words, and the masks that follow from them.
 
