@@ -290,7 +290,7 @@ def test_a_bias_chooses_and_rules_out_tokens(llm: LLM) -> None:
     [output] = llm.generate(PROMPTS[0], always, use_tqdm=False)[0].outputs
     assert output.token_ids == (7,) * GREEDY.max_tokens
     assert output.cumulative_logprob < -20, "the model's own, which would not say so"
-    with pytest.raises(RequestError, match="logit_bias has 99999, expected 0 to"):
+    with pytest.raises(RequestError, match="logit_bias has token id 99999, expected 0 to"):
         llm.generate(PROMPTS[0], replace(GREEDY, logit_bias={99999: 1}), use_tqdm=False)
 
 
@@ -973,5 +973,5 @@ def test_the_path_from_generate_to_a_token_is_short() -> None:
     page = (Path(__file__).parents[2] / "docs/engine.md").read_text()
     assert set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE)) == files.keys()
     assert len(files) <= 14, files
-    assert sum(files.values()) <= 2743, files
-    assert num_lines <= 955, num_lines
+    assert sum(files.values()) <= 2600, files
+    assert num_lines <= 908, num_lines

@@ -10,7 +10,7 @@ import pytest
 
 from pagetile import SamplingParams
 from pagetile.engine.chunks import ChunkSizer
-from pagetile.engine.request import Request, Sequence
+from pagetile.engine.request import Request, Sequence, State
 from pagetile.engine.scheduler import Scheduler
 from pagetile.kv_cache import BlockPool, BlockTable, PrefixIndex
 
@@ -113,9 +113,9 @@ def test_short_prompts_do_not_wait_for_a_long_one_before_them() -> None:
     short, other = steps.add(15), steps.add(30)
     assert steps.step().num_tokens == [25, 15], "what the short one needs is left for it"
     assert steps.step().num_tokens == [20, 1, 19], "and half of a step at most"
-    assert short.num_output_tokens == 2
+    assert len(short.output_token_ids) == 2
     assert steps.step().num_tokens == [28, 1, 11]
-    assert other.num_output_tokens == 1
+    assert len(other.output_token_ids) == 1
     assert steps.step().num_tokens == [38, 1, 1], "decoding comes first"
     assert long.num_computed == 40 + 25 + 20 + 28 + 38
 
@@ -159,11 +159,11 @@ def test_the_victim_is_the_one_that_loses_the_fewest_tokens() -> None:
     first, large, small, last = (steps.add(n, max_new=36) for n in (8, 16, 3, 12))
     seen = []
     for _ in range(60):
-        later = [s for s in (large, small, last) if s.is_running]
+        later = [s for s in (large, small, last) if s.state is State.RUNNING]
         computed = {s: s.num_computed for s in later}
         num_preemptions = steps.scheduler.counts.preemptions
         steps.step()
-        gone = [s for s in later if not s.is_running]
+        gone = [s for s in later if s.state is not State.RUNNING]
         if steps.scheduler.counts.preemptions == num_preemptions + 1 and len(later) > 1:
             assert gone == [min(later, key=lambda s: computed[s])]
             seen += gone
@@ -199,7 +199,7 @@ def test_a_sequence_that_would_free_no_block_is_no_victim() -> None:
     assert steps.scheduler._preemption_cost(shared) == BLOCK_SIZE, (
         "its own block counts, shared ones do not"
     )
-    assert not alone.is_running
+    assert alone.state is State.WAITING
 
 
 def test_victims_resume_before_what_waits_for_its_first_step() -> None:
@@ -225,11 +225,11 @@ def test_a_block_is_left_for_each_running_sequence() -> None:
     assert steps.pool.num_free == 6
     late = steps.add(17)  # five blocks, and two must stay for those that run
     steps.step()
-    assert not late.is_running
-    while running[0].is_running:
+    assert late.state is not State.RUNNING
+    while running[0].state is State.RUNNING:
         steps.step()
     steps.step()
-    assert late.is_running
+    assert late.state is State.RUNNING
     assert not steps.scheduler.counts.preemptions
 
 

@@ -31,6 +31,7 @@ from pagetile import LLM, RequestError, SamplingParams
 from pagetile.engine import Engine
 from pagetile.engine.ngram import NgramProposer
 from pagetile.engine.output_processor import advance
+from pagetile.engine.request import State
 from pagetile.engine.sampler import Sampler
 from pagetile.engine.sampling_rows import SamplingInput
 
@@ -277,7 +278,7 @@ def test_only_accepted_tokens_are_indexed() -> None:
         engine.step()
         held = [block for block in sequence.table.blocks if block in engine._index]
         num_tokens = len(sequence.token_ids)
-        if sequence.is_running:
+        if sequence.state is State.RUNNING:
             assert len(held) == (num_tokens - 1) // BLOCK_SIZE
             assert len(sequence.table.blocks) == -(-(num_tokens - 1) // BLOCK_SIZE)
     engine.check()
@@ -307,7 +308,7 @@ def test_drafts_leave_every_sequence_its_token() -> None:
     for n in range(4):
         engine.add_request(PROMPT[n:], replace(GREEDY, max_tokens=20))
     while engine.has_unfinished:
-        running = {s: s.num_tokens for s in engine.scheduler.running if s.num_output_tokens}
+        running = {s: s.num_tokens for s in engine.scheduler.running if s.output_token_ids}
         engine.step()
         assert all(len(s.token_ids) > n for s, n in running.items())
     assert engine.counts.accepted_tokens > 10

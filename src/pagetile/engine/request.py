@@ -2,12 +2,9 @@
 
 ::
 
-    Request ──┬── Sequence 0    waiting ──► running ──► finished
+    Request ──┬── Sequence 0    WAITING ──► RUNNING ──► FINISHED
               ├── Sequence 1       ▲           │
               └── …  (n of them)   └───────────┘ preempted: its blocks are gone, its tokens stay
-
-A running sequence has blocks and a row on the device, a finished one has a reason. While a step in
-flight still computes it, a finished sequence keeps both.
 
 Sequence 0 computes the prompt; the others fork from it in the step that samples its first token.
 
@@ -21,6 +18,7 @@ launched steps compute, and ``num_tokens`` also those that they sample and the h
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -44,6 +42,14 @@ _EPOCH = time.time() - time.perf_counter()
 back."""
 
 
+class State(enum.Enum):
+    """State of a sequence."""
+
+    WAITING = "it has no blocks: it is new, or was preempted"
+    RUNNING = "it has blocks and a row on the device"
+    FINISHED = "it has a reason, and keeps both while a step in flight still computes it"
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One output being generated."""
@@ -65,6 +71,7 @@ class Sequence:
     grammar: Grammar | None = None
     proposer: NgramProposer | None = None
     """Drafts its next tokens; ``None`` without speculation."""
+    state: State = State.WAITING
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once the launched steps are done."""
     num_tokens: int = 0
@@ -98,24 +105,14 @@ class Sequence:
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
-    def num_output_tokens(self) -> int:
-        """How many known tokens follow the prompt."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
-
-    @property
     def num_pending(self) -> int:
         """Tokens that no launched step computes; the next token is sampled after the last one."""
         return self.num_tokens - self.num_computed
 
     @property
-    def is_running(self) -> bool:
-        """Whether it has a row and blocks, and more will be generated."""
-        return self.row >= 0 and self.finish_reason is None
-
-    @property
     def is_finished(self) -> bool:
         """Whether nothing more will be generated."""
-        return self.finish_reason is not None
+        return self.state is State.FINISHED
 
     def sampling_input(self) -> SamplingInput:
         """Return what the sampler needs to know when the sequence gets a row."""
@@ -160,7 +157,6 @@ class Request:
     bad_words: SequenceOf[SequenceOf[int]] = ()
     """``params.bad_words`` as tokens."""
     cache_salt: str | None = None
-    """Requests share cached prefixes only with requests of the same salt."""
     stream: bool = False
     """Whether deltas carry text, and the time between tokens matters."""
     make_grammar: Callable[[], Grammar] | None = None

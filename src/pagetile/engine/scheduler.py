@@ -32,7 +32,7 @@ from .chunks import ChunkSizer
 from .ngram import NgramProposer
 from .outputs import CacheCounts
 from .prefix_groups import PrefixGrouper
-from .request import Sequence
+from .request import Sequence, State
 from .step import SchedulerOutput
 
 
@@ -93,9 +93,7 @@ class Scheduler:
             running sequence would have to be preempted; complete the step in flight and call again.
         """
         only_decodes, budget = self._only_decodes(), self.max_num_batched_tokens
-        beside = budget - len(self.running)
-        if self.waiting or not only_decodes:
-            beside = self._limit_prompts(only_decodes)
+        beside = self._limit_prompts(only_decodes)
         if in_flight and not only_decodes and self._would_preempt(budget, beside):
             return None
         step, num_preemptions = SchedulerOutput(self._num_scheduled), self.counts.preemptions
@@ -106,7 +104,7 @@ class Scheduler:
         else:
             spare = budget - len(self.running)  # for drafts: every sequence gets its one token
             for sequence in self.running.copy():
-                if sequence.row < 0 or sequence.num_tokens >= sequence.max_len:
+                if sequence.state is State.WAITING or sequence.num_tokens >= sequence.max_len:
                     continue  # preempted in this very step, or its last token is on its way
                 chunk = sequence.num_tokens - sequence.num_computed
                 if chunk != 1:
@@ -116,10 +114,8 @@ class Scheduler:
                 chunk = min(chunk, budget)
                 if chunk == 0:
                     continue
-                if not in_flight:
-                    self._make_room(sequence, chunk)
-                    if sequence.row < 0:
-                        continue
+                if not in_flight and not self._make_room(sequence, chunk):
+                    continue
                 draft: list[int] = []
                 if chunk == 1 and sequence.proposer is not None:
                     draft = self._draft(sequence, sequence.proposer, min(spare, budget - 1))
@@ -142,7 +138,7 @@ class Scheduler:
             for at in [at for at, end, chunk in spans if end % size < chunk]:
                 sequence, num_full = step.sequences[at], step.ends[at] // size
                 hashes = sequence.block_hashes
-                if num_full > hashes.num_inserted and sequence.is_running:
+                if num_full > hashes.num_inserted and sequence.state is State.RUNNING:
                     accepted = step.drafts.get(at)
                     known = sequence.token_ids
                     hashes.extend(known + accepted if accepted else known)
@@ -163,10 +159,9 @@ class Scheduler:
         child.num_tokens, child.last_step = parent.num_tokens, step.number
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Free all blocks and rows, and queue new sequences.
+        """Free all blocks and rows, and queue new sequences, given in the order of their arrival.
 
-        Args:
-            sequences: In the order of their arrival. Those of requests that had started go first.
+        Those of requests that had started go first.
         """
         self.pool.clear()
         if self.index is not None:
@@ -182,12 +177,13 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence in any state; its blocks are freed when no step in flight writes them."""
-        if sequence.is_running:
+        if sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self.ended.append(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.finish_reason, sequence.only_appends = reason, False
+        sequence.state, sequence.finish_reason = State.FINISHED, reason
+        sequence.only_appends = False
         if sequence.request.is_finished:
             sequence.request.record("finished_time")
         if sequence.row >= 0 and sequence.last_step <= self._completed:
@@ -204,7 +200,7 @@ class Scheduler:
         rows = sorted([*self._free_rows, *(sequence.row for sequence in holders)])
         assert rows == list(range(self.max_num_seqs)), f"rows are lost or held twice: {rows}"
         for sequence in self.waiting:
-            assert not sequence.is_finished, sequence
+            assert sequence.state is State.WAITING, sequence
             assert not sequence.table.blocks, "a waiting sequence holds blocks"
 
     # --- a step of single tokens -------------------------------------------------------------
@@ -294,7 +290,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, proposer: NgramProposer, most: int) -> list[int]:
         """Draft the next tokens, as many as fit without preempting a sequence."""
-        if not sequence.num_output_tokens:
+        if len(sequence.token_ids) == len(sequence.request.prompt_token_ids):
             return []  # without output: other samples may still fork from it
         draft = proposer.propose(min(most, sequence.max_len - sequence.num_tokens - 1))
         needed = sequence.table.blocks_needed(1 + len(draft))
@@ -366,14 +362,15 @@ class Scheduler:
                 needed += _blocks_needed(sequence, chunk if chunk == 1 else min(chunk, beside))
         return not self.pool.can_allocate(needed)
 
-    def _make_room(self, sequence: Sequence, chunk: int) -> None:
-        """Preempt sequences, at last itself, until ``sequence`` fits."""
-        while sequence.is_running and not self.pool.can_allocate(_blocks_needed(sequence, chunk)):
+    def _make_room(self, sequence: Sequence, chunk: int) -> bool:
+        """Preempt sequences until ``sequence`` fits; False if it had to be preempted itself."""
+        while not self.pool.can_allocate(_blocks_needed(sequence, chunk)):
             later = self.running[self.running.index(sequence) :]
             victim = min(reversed(later[1:] or later), key=self._preemption_cost)
-            self.counts.preemptions += 1
-            victim.num_lost = victim.num_computed
             self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
 
     def _preemption_cost(self, sequence: Sequence) -> float:
         """Return the tokens lost by preempting a sequence; infinity if it would free no block."""
@@ -381,11 +378,13 @@ class Scheduler:
         return min(alone * self.block_size, sequence.num_computed) if alone else float("inf")
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.counts.preemptions += 1
+        sequence.num_lost = sequence.num_computed
         self.running.remove(sequence)
         self._release(sequence)
         sequence.table = BlockTable(self.pool)  # a new table marks its row as stale
         sequence.num_computed, sequence.num_tokens = 0, len(sequence.token_ids)
-        sequence.is_decoding = False
+        sequence.state, sequence.is_decoding = State.WAITING, False
         self.waiting.appendleft(sequence)
 
     def _start(self, sequence: Sequence) -> None:
@@ -400,7 +399,7 @@ class Scheduler:
         self._give_row(sequence)
 
     def _give_row(self, sequence: Sequence, after: Sequence | None = None) -> None:
-        sequence.row = self._free_rows.pop()
+        sequence.state, sequence.row = State.RUNNING, self._free_rows.pop()
         at = len(self.running) if after is None else self.running.index(after) + 1
         self.running.insert(at, sequence)
         self._all_decode = False
