@@ -95,19 +95,18 @@ class Sampler:
 
     def start(self, rows: Sequence[int], inputs: Sequence[SamplingInput]) -> None:
         """Load the parameters of rows whose sequences start or resume."""
-        features = [find_features(input_.params, input_.bad_words) for input_ in inputs]
         ints = np.zeros((len(rows), NUM_INTS), np.int64)
         floats = np.zeros((len(rows), NUM_FLOATS), np.float64)
         addresses = np.zeros((len(rows), NUM_TABLES), np.int64)
         for at, (row, input_) in enumerate(zip(rows, inputs, strict=True)):
-            self.features[row] = features[at]
-            self._params[row] = input_.params
-            ints[at], floats[at] = encode_row(input_, features[at], self.vocab_size)
-            if features[at] & Feature.WORDS:
+            features = find_features(input_.params, input_.bad_words)
+            self.features[row], self._params[row] = features, input_.params
+            ints[at], floats[at] = encode_row(input_, features, self.vocab_size)
+            if features & Feature.WORDS:
                 self._masks.start(row, input_)
             self._tables[row] = TokenTables()
-            if features[at] & HAS_TABLES:
-                self._tables[row] = make_tables(input_, features[at], self.vocab_size, self.device)
+            if features & HAS_TABLES:
+                self._tables[row] = make_tables(input_, features, self.vocab_size, self.device)
                 addresses[at] = self._tables[row].addresses
         numbers = ints.astype(np.uint32).view(np.int32), floats, addresses
         where, *new = send_all([np.array(rows, np.int64), *numbers], self.device)
@@ -188,8 +187,9 @@ class Sampler:
             asked = [None if k is None else min(k, self.vocab_size) for k in wanted]
             reports = enumerate(read_logprobs(results.logprobs[:n], tokens.token_ids, asked))
             tokens.logprobs.update((i, report) for i, report in reports if report is not None)
-        for i in np.flatnonzero(~np.isfinite(best := results.best[:n])).tolist():
-            tokens.errors[i] = explain_no_token(self._params[host_rows[i]], float(best[i]))
+        if not np.isfinite(best := results.best[:n]).all():
+            for i in np.flatnonzero(~np.isfinite(best)).tolist():
+                tokens.errors[i] = explain_no_token(self._params[host_rows[i]], float(best[i]))
         return tokens
 
     def _copy_rows(

@@ -78,10 +78,8 @@ def find_features(params: SamplingParams, bad_words: Sequence[Sequence[int]] = (
         features |= Feature.BIAS
     if params.min_tokens or params.allowed_token_ids is not None:
         features |= Feature.BAN
-    if any(len(ids) == 1 for ids in bad_words):
-        features |= Feature.BAN
-    if any(len(ids) > 1 for ids in bad_words):
-        features |= Feature.WORDS
+    for ids in bad_words:
+        features |= Feature.BAN if len(ids) == 1 else Feature.WORDS
     if params.logprobs is not None:
         features |= Feature.LOGPROBS
         if params.logprobs > MAX_TOP:

@@ -93,7 +93,9 @@ class Scheduler:
             running sequence would have to be preempted; complete the step in flight and call again.
         """
         only_decodes, budget = self._only_decodes(), self.max_num_batched_tokens
-        beside = self._limit_prompts(only_decodes)
+        beside = budget - len(self.running)
+        if self.waiting or not only_decodes:
+            beside = self._limit_prompts(only_decodes)
         if in_flight and not only_decodes and self._would_preempt(budget, beside):
             return None
         step, num_preemptions = SchedulerOutput(self._num_scheduled), self.counts.preemptions
@@ -139,8 +141,7 @@ class Scheduler:
                 sequence, num_full = step.sequences[at], step.ends[at] // size
                 hashes = sequence.block_hashes
                 if num_full > hashes.num_inserted and sequence.state is State.RUNNING:
-                    accepted = step.drafts.get(at)
-                    known = sequence.token_ids
+                    known, accepted = sequence.token_ids, step.drafts.get(at)
                     hashes.extend(known + accepted if accepted else known)
                     index.insert(hashes, sequence.table.blocks, num_full)
         self._completed = step.number
