@@ -34,6 +34,7 @@ class StepMemory:
     """
 
     def __init__(self, inbox: Tensor, num_rows: int) -> None:
+        from .triton_copy import copy_words
         from .triton_draw import count_words, unpack
 
         def zeros(num_words: int) -> Tensor:
@@ -41,6 +42,7 @@ class StepMemory:
 
         self._inbox, self._outbox = inbox, zeros(len(inbox))
         self._words, self._unpack = zeros(count_words(num_rows)), unpack
+        self._copy_words, self._count_words = copy_words, count_words
         self._views: dict[int, tuple[Tensor, StepResults]] = {}  # by the number of rows
         self._numbers = self._outbox.numpy()
         self.event = torch.cuda.Event(blocking=True) if inbox.is_cuda else None  # type: ignore[no-untyped-call]
@@ -48,7 +50,7 @@ class StepMemory:
     def send(self, numbers: npt.NDArray[Any]) -> None:
         """Queue a copy of numbers to the inbox."""
         self._numbers[: len(numbers)] = numbers
-        self._inbox.copy_(self._outbox, non_blocking=True)
+        self._copy_words(self._inbox, self._outbox, len(numbers))
 
     def receive(self, packed: Tensor, size: int, *, has_logprobs: bool) -> StepResults:
         """Queue a copy of the results of a draw of ``size`` rows to the host."""
@@ -57,7 +59,7 @@ class StepMemory:
             tokens, best, logprobs = self._unpack(words, size)
             self._views[size] = words, StepResults(tokens.numpy(), best.numpy(), logprobs)
         words, results = self._views[size]
-        words.copy_(packed, non_blocking=True)
+        self._copy_words(words, packed, self._count_words(size, has_logprobs=has_logprobs))
         return results if has_logprobs else results._replace(logprobs=None)
 
     def record(self) -> torch.cuda.Event | None:

@@ -159,12 +159,12 @@ def _pad(n: int) -> int:
     return -(-n // 4) * 4
 
 
-def count_words(n: int) -> int:
+def count_words(n: int, *, has_logprobs: bool = True) -> int:
     """int32 words of the results of ``n`` rows.
 
     Each has a token id of two words, its largest logit, and its log-probabilities.
     """
-    return _pad(n) * (3 + WIDTH)
+    return _pad(n) * (3 + WIDTH * has_logprobs)
 
 
 def unpack(packed: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..models.forward_batch import ForwardBatch
 from ..ops.paged_attention import PagedBatch
 from .sampler import Sampler
+from .triton_copy import copy_words
 
 Numbers = npt.NDArray[Any]
 
@@ -189,7 +190,7 @@ class PromptBuffers:
         put("new_tokens", step["token_ids"])
         numbers[parts["new_tokens"].start + step["unread_at"]] = -1
         numbers[len(blank) : end] = step["block_ids"]
-        self._inbox[:end].copy_(outbox[:end], non_blocking=True)
+        copy_words(self._inbox, outbox, end)
 
     def __call__(self, size: int) -> ForwardBatch:
         """Lay out the step in the inbox."""
