@@ -43,10 +43,11 @@ ADAPTED = (
 )
 """Families whose attention modules do not call it, and are adapted for the length of a step."""
 
-UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm", "qwen3_moe")
+UNUSUAL = ("gemma3n", "stablelm", "deepseek_v3", "glm", "qwen3_moe", "longcat_flash")
 """More families that run: layers share keys (gemma3n), layers do not pass keyword arguments on to
 their attention (stablelm), values are narrower than keys (deepseek_v3), the rotary embedding
-rotates neighbouring elements (glm), only some layers have experts (qwen3_moe)."""
+rotates neighbouring elements (glm), only some layers have experts (qwen3_moe), layers have two
+attention modules, called by argument names alone (longcat_flash)."""
 
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 """Families with a mixture of experts."""
@@ -143,6 +144,20 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
+    },
+    "longcat_flash": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 16,
     },
     "bloom": {"num_attention_heads": 6, "hidden_size": 96},
     # MPT has its own slopes for a number of heads that is not a power of two.

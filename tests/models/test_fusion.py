@@ -95,6 +95,13 @@ def test_a_layer_that_shares_keys_is_not_fused(reference):
     assert sum("keys of another" in str(why) for why in paged.fused_layers.values()) == 2
 
 
+def test_a_layer_that_is_called_by_names_is_not_fused(reference):
+    """The model was refused with the text of an IndexError."""
+    paged = load_model(tiny_model("longcat_flash"))
+    assert len(paged.fused_layers) == 4
+    assert all("hidden states first" in str(why) for why in paged.fused_layers.values())
+
+
 @pytest.mark.parametrize("family", FUSED)
 def test_logits_stay_the_models_own(family, impl):
     if impl == "triton" and family in LIKE_LLAMA:

@@ -12,7 +12,7 @@ from tiny_models import REFUSED, tiny_config, tiny_model
 from pagetile import LLM, RequestError, SamplingParams, UnsupportedError
 from pagetile.kv_cache.storage import LayerSpec
 from pagetile.models import attention as attention_module
-from pagetile.models import load_model
+from pagetile.models import load_model, paged_model
 from pagetile.models.probe import AttentionCall, describe_layers
 from pagetile.models.support import check_config, find_limit
 
@@ -302,13 +302,24 @@ def test_a_head_size_that_no_kernel_takes_is_refused():
         load_model(tiny_model("llama", head_dim=12))
 
 
-def test_an_error_of_the_model_is_told():
+@pytest.mark.parametrize("part", ["model.norm", "model.layers.1.self_attn.v_proj", ""])
+def test_an_error_of_the_model_is_told_with_the_part_that_fails(part):
     model = tiny_model("llama")
-    model.model.norm.forward = lambda hidden_states: 1 / 0
+    model.get_submodule(part).forward = lambda *args, **kwargs: [][1]
+    kind = type(model.get_submodule(part)).__name__
+    what = rf"its {part} \({kind}\)" if part else "its forward"
     with pytest.raises(
-        UnsupportedError, match="forward failed with ZeroDivisionError: division by zero"
+        UnsupportedError,
+        match=rf"^LlamaForCausalLM cannot run on a paged cache: {what} failed when it was given "
+        r"token ids .* no cache \(IndexError: list index out of range\)$",
     ):
         load_model(model)
+
+
+def test_an_error_of_reading_a_models_layers_is_not_called_the_models(monkeypatch):
+    monkeypatch.setattr(paged_model, "describe_layers", lambda *args: [][1])
+    with pytest.raises(UnsupportedError, match="layers could not be read, which is a fault of pag"):
+        load_model(tiny_model("llama"))
 
 
 @pytest.mark.parametrize(("head_size", "runs"), [(16, True), (12, False)])

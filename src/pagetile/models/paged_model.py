@@ -221,7 +221,7 @@ def _check_dtype(model: PreTrainedModel, dtype: torch.dtype | str) -> None:
 def _make_proven(model: PreTrainedModel, limit: int | None) -> PagedModel:
     register()
     register_probe()
-    with refusing(type(model).__name__):
+    with refusing(model):
         sequences = make_sequences(model, limit)
         adapters = find_adapters(model, limit)
         calls, vocab_size = record_calls(model, sequences[0], adapters)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..errors import PagetileError, RequestError, UnsupportedError
 from .module_attention import MODEL_TYPES
@@ -151,8 +152,9 @@ def _find_rope_switch(text: PreTrainedConfig) -> int | None:
 
 
 @contextmanager
-def refusing(name: str) -> Iterator[None]:
+def refusing(model: nn.Module) -> Iterator[None]:
     """Turn errors of a model's first forward into UnsupportedError, with the model's name."""
+    name = type(model).__name__
     try:
         yield
     except torch.OutOfMemoryError:
@@ -161,6 +163,7 @@ def refusing(name: str) -> Iterator[None]:
         raise UnsupportedError(f"{name} cannot run on a paged cache: {error}") from error
     except (
         ArithmeticError,
+        AssertionError,
         AttributeError,
         LookupError,
         RuntimeError,
@@ -168,6 +171,22 @@ def refusing(name: str) -> Iterator[None]:
         ValueError,
     ) as error:
         raise UnsupportedError(
-            f"{name} cannot run on a paged cache: its forward failed with "
-            f"{type(error).__name__}: {error}"
+            f"{name} cannot run on a paged cache: {_find_part(model, error)} "
+            f"({type(error).__name__}: {error})"
         ) from error
+
+
+def _find_part(model: nn.Module, error: Exception) -> str:
+    """Return which part of a model failed: the innermost module of an error's traceback."""
+    names = {module: name for name, module in model.named_modules()}
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            found = module
+        traceback = traceback.tb_next
+    if found is None:
+        return "its layers could not be read, which is a fault of pagetile, please report it"
+    part = f"its {names[found]} ({type(found).__name__})" if names[found] else "its forward"
+    return f"{part} failed when it was given token ids and positions, but no mask and no cache"

@@ -178,9 +178,11 @@ def _connect(
     """Let each layer compute the norm that comes after it."""
     outputs = {id(first_of(call.output)): call.module for call in trace.layers}
     for call in trace.layers:
-        layer, previous = fused.get(call.module), outputs.get(id(call.args[0]))
-        if layer is not None and previous in fused:
-            assert previous is not None
+        layer = fused.get(call.module)
+        if layer is None:
+            continue
+        previous = outputs.get(id(call.args[0]))
+        if previous is not None and previous in fused:
             fused[previous].after = layer.before
     for event in trace.others:
         previous = outputs.get(id(event.input))
