@@ -72,6 +72,13 @@ def test_float32_keeps_no_rounded_bias():
     assert make_plan(VOLUME, H200).bias_cache > 0
 
 
+def test_stages_leave_room_for_rows_of_a_dense_mask():
+    """343 float16 tokens with a mask took 256 000 bytes of shared memory, more than Hopper has."""
+    masked = replace(VOLUME, has_regions=False, mask_dtype=F32)
+    assert (make_plan(VOLUME, H200).stages, make_plan(masked, H200).stages) == (3, 1)
+    assert make_plan(replace(masked, num_tokens=100), H200).stages == 2
+
+
 # --- compiled ---------------------------------------------------------------------------------
 
 # With the bytes that a thread may keep in memory because its registers are full.
@@ -84,6 +91,8 @@ COMPILED = [
     (replace(IMAGE, head_size=8, num_tokens=27), 0),
     (replace(IMAGE, table_size=None, num_biases=2, has_regions=False, mask_dtype=F32), 192),
     pytest.param(replace(IMAGE, num_tokens=100, cosine=True), 512, marks=pytest.mark.slow),
+    pytest.param(replace(VOLUME, has_regions=False, mask_dtype=F32), 3072, marks=pytest.mark.slow),
+    (replace(VOLUME, has_regions=False, mask_dtype=F32, num_tokens=100), 768),
     (replace(VOLUME, num_heads=12, num_windows=8, head_size=10), 848),
     pytest.param(
         replace(VOLUME, num_tokens=576, head_size=64, dtype=BF16), 2048, marks=pytest.mark.slow
@@ -105,6 +114,10 @@ def launchers(problem):
     if plan.one_tile_stages:
         yield kernels._one_tile_launcher(problem, plan, types, has_dlse=True)
         return
+    pivots = kernels._pivot_launcher(problem, plan, types)
+    assert (pivots is not None) == (problem.mask_dtype is not None)
+    if pivots is not None:
+        yield pivots
     yield kernels._row_launcher(
         problem, plan, types, first, 0, is_last=len(plan.groups) == 1, has_dlse=False
     )

@@ -71,9 +71,12 @@ def window_attention(
         regions: Integers ``[num_masks, num_tokens]``, from ``shift_regions``; window ``w`` takes
             ``w % num_masks``.
         mask: Instead of regions, ``[num_masks, num_tokens, num_tokens]``: floating, added to the
-            scores, or bool, where False adds ``mask_value``. It has no gradient. Numbers below
-            -2.3e38, such as ``torch.finfo(torch.float32).min``, count as -inf: a row with no other
-            keys gives 0, where torch's ``scaled_dot_product_attention`` gives the mean of ``v``.
+            scores, or bool, where False adds ``mask_value``. It has no gradient. Numbers of a mask
+            or bias below -2.3e38, such as ``torch.finfo(torch.float32).min``, count as -inf: a row
+            with no other keys gives 0, where torch's ``scaled_dot_product_attention`` gives the
+            mean of ``v``. Larger ones are finite: a row that is masked throughout attends to all
+            keys, by what rounding leaves of their scores. 16-bit calls on a GPU keep a bias as
+            float16 and may bound it, to ±3 700 at the least.
         mask_value: Added to scores between regions. Every Swin uses -100 and not -inf, so that
             large scores can outweigh it.
         softmax_scale: Multiplies ``q·k``. ``None`` is ``head_size ** -0.5``, or 1 with

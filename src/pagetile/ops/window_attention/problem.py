@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 MAX_LOGIT_SCALE = 4.605170185988092
 """log 100, at which Swin v2 clamps its learned logarithm of the scale."""
+LEAST_SCORE = torch.finfo(torch.float32).min * math.log(2)
+"""Masks and biases below it count as -inf: times log2(e), float32 cannot hold them."""
 
 
 @dataclass(frozen=True, eq=False)

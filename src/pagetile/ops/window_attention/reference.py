@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...tiles.state import AttentionOutput
-from .problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem
-
-_LEAST_SCORE = torch.finfo(torch.float32).min * math.log(2)
-"""Scores below it count as -inf: times log2(e), as kernels compute, float32 cannot hold them."""
+from .problem import LEAST_SCORE, MAX_LOGIT_SCALE, Gradients, Operands, Problem
 
 
 def forward(problem: Problem, x: Operands) -> AttentionOutput:
@@ -76,7 +71,7 @@ def _scores(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
         if x.mask.dtype == torch.bool:
             added = torch.zeros_like(added, dtype=dtype).masked_fill(~added, x.mask_value)
         scores = (_by_image(scores, x.mask) + added.to(dtype)).flatten(0, 1)
-    return scores.masked_fill(scores < _LEAST_SCORE, -torch.inf), q, k
+    return scores.masked_fill(scores < LEAST_SCORE, -torch.inf), q, k
 
 
 def _scale(x: Operands) -> Tensor | float:

@@ -35,14 +35,13 @@ from ....device import DeviceInfo
 from ....tiles.cpu.arrays import flat, refuse
 from ....tiles.cpu.threads import run_together
 from ....tiles.state import AttentionOutput
-from ..problem import MAX_LOGIT_SCALE, Gradients
+from ..problem import LEAST_SCORE, MAX_LOGIT_SCALE, Gradients
 from ..reference import saturate
 from .backward_kernel import GradientArrays, SavedForward, differentiate
 from .forward_kernel import attend
 from .rows import NO_NORM
 
 _LOG2_E = 1.4426950408889634
-_LARGEST = float(np.finfo(np.float32).max) / _LOG2_E
 _PARTS, _WORK_ITEMS, _WINDOWS = 32, 32, 16
 """Most parts of the windows, each with its own gradient of a head's table or dense bias; target
 number of work items; fewest windows of a part beyond that, since every part gathers its bias."""
@@ -117,7 +116,7 @@ def _additive(mask, value):
 
 def _limit(value):
     """Limit a mask value to float32's range in base 2, with -inf below it: NumPy would warn."""
-    return -math.inf if value < -_LARGEST else min(_LARGEST, value)
+    return -math.inf if value < LEAST_SCORE else min(-LEAST_SCORE, value)
 
 
 def _float_array(parameter):

@@ -200,3 +200,17 @@ def softmax_rows(weights, s, num_rows, maxima, sums, width):
             total = add(total, add(p0, p1))
         maxima[r], sums[r] = m, sum_lanes(total)
     weights[num_rows * width : pad_to_fours(num_rows) * width] = 0
+
+
+@inner()
+def subtract_maximum(s, at, width):
+    """Subtract the maximum of a row of scores from it; return log2 of the sum of its weights."""
+    highest = splat(np.float32(-np.inf))
+    for n in range(at, at + width, 16):
+        highest = maximum(load(s, n), highest)
+    pivot, total = splat(max_lanes(highest)), zeros()
+    for n in range(at, at + width, 16):
+        shifted = sub(load(s, n), pivot)
+        store(s, n, shifted)
+        total = add(total, exp2(shifted))
+    return np.log2(sum_lanes(total))

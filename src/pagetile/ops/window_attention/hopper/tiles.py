@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ....tiles.hopper.layouts import product_layout, wide_rows
 from ....tiles.hopper.record import record
+from .. import problem
 from . import constants
 
 PIECE = gl.constexpr(constants.PIECE)
@@ -25,9 +26,11 @@ ONE_HOT_COLUMNS = gl.constexpr(constants.ONE_HOT_COLUMNS)
 SUM_KEYS = gl.constexpr(constants.SUM_KEYS)
 LARGEST = gl.constexpr(60_000.0)  # bound of bias / scale, to fit in float16
 MOST_BIAS = gl.constexpr(44_000.0)  # bound of the bias: times log2(e) it fits in float16
+LEAST_SCORE = gl.constexpr(problem.LEAST_SCORE)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 NO_BIAS = gl.constexpr(constants.NO_BIAS)
 TABLE = gl.constexpr(constants.TABLE)
+DENSE = gl.constexpr(constants.DENSE)
 ONE_HOT = gl.constexpr(constants.ONE_HOT)
 COMPARED = gl.constexpr(constants.COMPARED)
 
@@ -109,7 +112,11 @@ def build_bias_tile(
         if config.BIAS == NO_BIAS:
             value = gl.zeros([config.ROWS, CHUNK], gl.float32, LAYOUT)
         else:
-            value = bias.load(head, i, j, TRANSPOSED, config) * bias.inverse
+            value = bias.load(head, i, j, TRANSPOSED, config)
+            if config.BIAS == DENSE:  # a mask, whose product might be finite or not by the scale
+                least = gl.where(value < LEAST_SCORE, float("-inf"), -MOST_BIAS)
+                value = gl.where(value < -MOST_BIAS, least, value)
+            value *= bias.inverse
         largest = gl.minimum(LARGEST, MOST_BIAS * bias.inverse)
         fits = gl.minimum(gl.maximum(value, -largest), largest)
         value = gl.where(gl.abs(value) < float("inf"), fits, value)  # keeps -inf and NaN

@@ -57,6 +57,7 @@ def backward(
     arguments = TritonArguments(problem, x, dout)
     if plan.one_tile_stages:
         return _run_one_tile(arguments, plan, key, lse, dlse)
+    lse = _find_pivots(arguments, plan, key, lse)
     rows = _run_rows(arguments, plan, key, out, lse, dlse)
     dbias = _sum_chunks(problem, rows.sums)
     dk, dv = empty_like(x.q), empty_like(x.q)
@@ -87,6 +88,21 @@ def _run_one_tile(
     return finish(x, dq, dk, dv, _sum_chunks(problem, sums), dscale)
 
 
+def _find_pivots(
+    arguments: TritonArguments, plan: Plan, key: tuple[Problem, Plan], lse: Tensor
+) -> Tensor:
+    """What the gradient kernels take for ``lse``: the same, or exact pivots (``load_pivots``)."""
+    problem = arguments.problem
+    launcher = _pivot_launcher(*key, arguments.types)
+    if launcher is None:
+        return lse
+    pivots = lse.new_empty(2, *lse.shape)
+    programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks_backward
+    launcher((programs, 1, 1), pivots, *arguments.qkv, lse, *arguments.extras,
+             *arguments.scalars(plan.chunks_backward), *arguments.strides)  # fmt: skip
+    return pivots
+
+
 class RowGradients(NamedTuple):
     """Results of the row kernel."""
 
@@ -113,7 +129,7 @@ def _run_rows(
     chunks, num_tokens, num_heads = plan.chunks_backward, problem.num_tokens, problem.num_heads
     num_tiles = -(-num_tokens // plan.tile_m)
     partial = torch.empty_like(dq, dtype=torch.float32) if len(plan.groups) > 1 else dq
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(problem.num_windows, num_heads, num_tokens)
     sums = lse.new_empty((chunks, num_heads, num_tokens, num_tokens) if problem.has_bias else 1)
     dscale = lse.new_empty((chunks, num_heads, num_tiles) if problem.cosine else 1)
     first = 0
@@ -339,6 +355,24 @@ def _row_launcher(
 
 
 @functools.lru_cache(maxsize=256)
+def _pivot_launcher(
+    problem: Problem, plan: Plan, argument_types: _ArgumentTypes
+) -> Launcher | None:
+    """The launcher of ``find_pivots``; None where the log-sum-exp will do."""
+    features, cache = _features(problem), plan.bias_cache_backward
+    if not tiles.has_exact_pivots(features["BIAS"], features["MASK"], cache):
+        return None
+    types = _types(problem, argument_types, ("pivots",), ("q", "k", "v", "dout"), ("lse",))
+    constants = {
+        "NUM_HEADS": problem.num_heads, **features, "BIAS_CACHE": cache,
+        **_tiles(problem, plan.tile_m, tuple(itertools.chain(*plan.groups))), "STAGES": 1,
+    }  # fmt: skip
+    return Launcher(
+        backward_kernels.find_pivots, types, constants, num_warps=_num_warps(plan.tile_m)
+    )
+
+
+@functools.lru_cache(maxsize=256)
 def _column_launcher(problem: Problem, plan: Plan, argument_types: _ArgumentTypes) -> Launcher:
     types = _types(problem, argument_types, ("dk", "dv"), ("q", "k", "v", "dout"), ("lse", "delta"))
     tiles = tuple(itertools.chain(*plan.groups))
@@ -359,7 +393,7 @@ def _types(
     """Types of all parameters except the constants, in the order that the kernels share."""
     extras, factor, out_factor, is_aligned = argument_types
     own, stride = POINTER_TYPES[problem.dtype], f"i64:{factor}"
-    floats = ("lse", "dlse", "delta", "dq_partial", "dbias", "dscale")
+    floats = ("lse", "pivots", "dlse", "delta", "dq_partial", "dbias", "dscale")
     types = {name: "*fp32" if name in floats else own + ":16" for name in results}
     types |= dict.fromkeys(rows, own + ":16" * is_aligned)
     types |= {name: "*fp32" if name in floats else own + ":16" for name in others}

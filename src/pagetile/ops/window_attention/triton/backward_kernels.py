@@ -10,7 +10,7 @@ Windows of several tiles take two kernels: ``row_gradients`` computes dQ and dB,
 so it computes the same tile of the bias gradient in every window and sums it in registers, without
 atomics and in a fixed order. Registers hold few such tiles, so the row kernel is launched for one
 group of keys at a time and keeps dQ in float32 between launches. The sums of chunks of windows are
-added up later.
+added up later. Where finite masks may hide all of a row, ``find_pivots`` runs before them.
 
 Windows of one tile take one kernel, ``window_gradients``: five products instead of seven, and
 every operand is loaded once. Grids are those of the forward kernel.
@@ -21,17 +21,107 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....tiles.triton.online_softmax import finite, update_softmax
 from .tiles import (
     RELOADED,
     find_pivot,
+    has_exact_pivots,
     head_scale,
     load_bias_tiles,
+    load_cached_bias,
     load_mask_flag,
+    load_pivots,
     load_rows,
     normalise,
     normalise_gradient,
     score_tile,
 )
+
+MOST_TOP = tl.constexpr(1024.0)
+"""Largest log-sum-exp in base 2 whose rounding to float32 changes weights by less than 1e-4."""
+
+
+@triton.jit
+def find_pivots(
+    pivots,  # float32 [2, num_windows, NUM_HEADS, NUM_TOKENS], see ``load_pivots``
+    q,  # [num_windows, NUM_HEADS, NUM_TOKENS, HEAD_SIZE], like k, v and dout
+    k,
+    v,
+    dout,
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS]
+    bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
+    offsets,  # int32 [NUM_TOKENS]
+    needs_mask,  # int32 [num_masks]
+    mask,  # integers [num_masks, NUM_TOKENS] or floating [num_masks, NUM_TOKENS, NUM_TOKENS]
+    logit_scale,  # [NUM_HEADS]
+    num_windows,
+    num_chunks,
+    num_masks,
+    num_biases,
+    centre,
+    softmax_scale,
+    mask_value,
+    eps,
+    out_window, lse_window, mask_window, mask_row, bias_window,
+    q_window, q_head, q_token,
+    k_window, k_head, k_token,
+    v_window, v_head, v_token,
+    dout_window, dout_head, dout_token,
+    NUM_HEADS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    COSINE: tl.constexpr,
+    BIAS_CACHE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILES: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Split the log-sum-exp of rows, in base 2; compute scores again only where it is large."""
+    program = tl.program_id(0)
+    NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
+    rows = program % NUM_TILES * TILE_M + tl.arange(0, TILE_M)
+    head = program // NUM_TILES % NUM_HEADS
+    chunk = program // (NUM_TILES * NUM_HEADS)
+    is_row = rows < NUM_TOKENS
+    q, k = q + head * q_head, k + head * k_head
+    bias += chunk % num_biases * bias_window
+    scale = head_scale(logit_scale, softmax_scale, head, COSINE)
+    for window in tl.range(chunk, num_windows, num_chunks, num_stages=STAGES):
+        row_at = window * lse_window + head * NUM_TOKENS + rows
+        top = find_pivot(tl.load(lse + row_at, mask=is_row, other=0.0))
+        log_sum = tl.zeros([TILE_M], tl.float32)
+        is_large = (tl.abs(top) > MOST_TOP) & (tl.abs(top) < float("inf"))
+        if tl.max(is_large.to(tl.int32), 0) != 0:
+            q_tile = load_rows(q + window * q_window, rows, q_token, D, HEAD_SIZE, NUM_TOKENS)
+            q_tile = normalise(q_tile, eps, COSINE)
+            mask_at = mask + window % num_masks * mask_window
+            m = tl.full([TILE_M], float("-inf"), tl.float32)
+            l = tl.zeros([TILE_M], tl.float32)
+            first = 0
+            for t in tl.static_range(len(TILES)):
+                keys = first + tl.arange(0, TILES[t])
+                k_tile = load_rows(k + window * k_window, keys, k_token, D, HEAD_SIZE, NUM_TOKENS)
+                k_tile = normalise(k_tile, eps, COSINE)
+                cached = k_tile
+                if BIAS_CACHE != RELOADED:
+                    cached = load_cached_bias(
+                        bias, offsets, rows, keys, head, centre, BIAS_CACHE, NUM_HEADS, NUM_TOKENS,
+                        BIAS, False,
+                    )  # fmt: skip
+                s = score_tile(
+                    q_tile, k_tile, scale, cached, bias, offsets, mask_at, 1, rows, keys, head,
+                    centre, mask_value, mask_row, NUM_HEADS, NUM_TOKENS, BIAS, MASK, BIAS_CACHE,
+                    False,
+                )  # fmt: skip
+                _p, _decay, m, l = update_softmax(s, m, l)
+                first += TILES[t]
+            top = tl.where(is_large, m, top)
+            log_sum = tl.where(is_large, tl.log2(l), 0.0)
+        tl.store(pivots + row_at, top, mask=is_row)
+        tl.store(pivots + num_windows * lse_window + row_at, log_sum, mask=is_row)
 
 
 @triton.jit
@@ -46,7 +136,7 @@ def row_gradients(
     v,
     dout,
     out,  # like dq
-    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like dlse
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like dlse; see ``load_pivots``
     dlse,
     bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
@@ -83,6 +173,7 @@ def row_gradients(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of a tile of tokens, and partial sums of dB and of the scale's gradient."""
+    EXACT: tl.constexpr = has_exact_pivots(BIAS, MASK, BIAS_CACHE)
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -114,7 +205,7 @@ def row_gradients(
         )
         at = window * out_window + (rows[:, None] * NUM_HEADS + head) * HEAD_SIZE + d[None, :]
         row_at = window * lse_window + head * NUM_TOKENS + rows
-        pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
+        pivot, log_sum = load_pivots(lse, row_at, is_row, num_windows * lse_window, EXACT)
         if FIRST_KEY > 0:
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
         else:
@@ -139,7 +230,10 @@ def row_gradients(
                 offsets, mask_at, is_masked, rows, keys, head, centre, mask_value, mask_row,
                 NUM_HEADS, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, False,
             )  # fmt: skip
-            p = tl.exp2(s - pivot[:, None])
+            s -= pivot[:, None]
+            if EXACT:
+                s -= log_sum[:, None]
+            p = tl.exp2(s)
             dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
             ds = p * (dp - row_delta[:, None])
             if SUMS:
@@ -178,7 +272,7 @@ def column_gradients(
     k,
     v,
     dout,
-    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like delta
+    lse,  # float32 [num_windows, NUM_HEADS, NUM_TOKENS], like delta; see ``load_pivots``
     delta,
     bias,  # [table_size, NUM_HEADS] or [num_biases, NUM_HEADS, NUM_TOKENS, NUM_TOKENS]
     offsets,  # int32 [NUM_TOKENS]
@@ -211,6 +305,7 @@ def column_gradients(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of a tile of keys."""
+    EXACT: tl.constexpr = has_exact_pivots(BIAS, MASK, BIAS_CACHE)
     # which tile am I
     program = tl.program_id(0)
     NUM_TILES: tl.constexpr = (NUM_TOKENS + TILE_M - 1) // TILE_M
@@ -245,8 +340,8 @@ def column_gradients(
                 dout + window * dout_window, rows, dout_token, D, HEAD_SIZE, NUM_TOKENS
             )
             row_at = window * lse_window + head * NUM_TOKENS + rows
-            # lse is inf past the end, so that those rows get weights of 0.
-            pivot = find_pivot(tl.load(lse + row_at, mask=is_row, other=float("inf")))
+            # Pivots are inf past the end, so that those rows get weights of 0.
+            pivot, log_sum = load_pivots(lse, row_at, is_row, num_windows * lse_window, EXACT)
             row_delta = tl.load(delta + row_at, mask=is_row, other=0.0)
             q_tile = normalise(q_tile, eps, COSINE)
             s = score_tile(
@@ -254,7 +349,10 @@ def column_gradients(
                 offsets, mask_at, is_masked, keys, rows, head, centre, mask_value, mask_row,
                 NUM_HEADS, NUM_TOKENS, BIAS, MASK, BIAS_CACHE, True,
             )  # fmt: skip
-            p = tl.exp2(s - pivot[None, :])
+            s -= pivot[None, :]
+            if EXACT:
+                s -= log_sum[None, :]
+            p = tl.exp2(s)
             dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc, input_precision="tf32x3")
             dp = tl.dot(v_tile, dout_tile.T, input_precision="tf32x3")
             ds = p * (dp - row_delta[None, :])
@@ -377,6 +475,7 @@ def window_gradients(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of one head of a chunk of windows."""
+    EXACT: tl.constexpr = has_exact_pivots(BIAS, MASK, BIAS_CACHE)
     head = tl.program_id(0) % NUM_HEADS
     chunk = tl.program_id(0) // NUM_HEADS
     rows = tl.arange(0, TILE_M)
@@ -411,7 +510,12 @@ def window_gradients(
             mask_at, 1, rows, rows, head, centre, mask_value, mask_row, NUM_HEADS, NUM_TOKENS, BIAS,
             MASK, BIAS_CACHE, False,
         )  # fmt: skip
+        if EXACT:
+            pivot = finite(tl.max(s, 1))
         p = tl.exp2(s - pivot[:, None])
+        if EXACT:
+            row_sum = tl.sum(p, 1)
+            p /= tl.where(row_sum != 0.0, row_sum, 1.0)[:, None]  # NaN stays NaN
         # score gradients
         dp = tl.dot(dout_tile, v_tile.T, input_precision="tf32x3")
         # A program has whole rows, so δ is computed from the weights, not from the rounded output:

@@ -133,10 +133,12 @@ def _chunks(problem: Problem, wanted: int) -> int:
 
 
 def _stages(problem: Problem, num_keys: int) -> int:
-    """How many windows' keys and values are in shared memory at once."""
+    """How many windows' keys and values, and rows of a dense mask, are in shared memory at once."""
     if problem.dtype == torch.float32 or _is_odd(problem):
         return 1  # operands go through registers: split into tf32 parts, or loaded in small pieces
     window = 2 * num_keys * _row_bytes(problem)
+    if problem.mask_dtype is not None:
+        window += 64 * num_keys * 4  # a boolean mask is converted to float32
     return 3 if 3 * window <= 100_000 else 2 if 2 * window <= 100_000 else 1
 
 

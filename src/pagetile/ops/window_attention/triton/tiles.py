@@ -16,6 +16,7 @@ NO_BIAS, TABLE, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RELOADED, REGISTERS, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_MASK, REGIONS, MATRIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 MAX_LOGIT_SCALE = tl.constexpr(4.605170185988092)
+LARGEST = tl.constexpr(60_000.0)  # bound of a cached bias times log2(e), to fit in float16
 
 
 @triton.jit
@@ -94,6 +95,23 @@ def load_bias(
 
 
 @triton.jit
+def load_cached_bias(
+    bias, offsets, rows, columns, head, centre, BIAS_CACHE: tl.constexpr,
+    num_heads, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of bias as the float16 that is kept."""
+    tile = load_bias(
+        bias, offsets, rows, columns, head, centre, num_heads, NUM_TOKENS, BIAS, TRANSPOSED
+    )
+    if BIAS == DENSE:  # a finite mask must stay finite, or a row masked throughout would be 0
+        fits = tl.minimum(tl.maximum(tile, -LARGEST), LARGEST)
+        tile = tl.where(tl.abs(tile) < float("inf"), fits, tile)
+    if BIAS_CACHE == SHARED:
+        tile = tl.maximum(tile, -LARGEST)  # -inf times a zero of the identity would be NaN
+    return tile.to(tl.float16)
+
+
+@triton.jit
 def load_bias_tiles(
     bias, offsets, rows, first_column, head, centre, TILES: tl.constexpr, BIAS_CACHE: tl.constexpr,
     num_heads, NUM_TOKENS: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -102,12 +120,11 @@ def load_bias_tiles(
     tiles = ()
     for t in tl.static_range(0 if BIAS_CACHE == RELOADED else len(TILES)):
         columns = first_column + tl.arange(0, TILES[t])
-        tile = load_bias(
-            bias, offsets, rows, columns, head, centre, num_heads, NUM_TOKENS, BIAS, TRANSPOSED
-        )
-        if BIAS_CACHE == SHARED:
-            tile = tl.maximum(tile, -60000.0)  # -inf times a zero of the identity would be NaN
-        tiles += (tile.to(tl.float16),)  # type: ignore[assignment]
+        tile = load_cached_bias(
+            bias, offsets, rows, columns, head, centre, BIAS_CACHE, num_heads, NUM_TOKENS, BIAS,
+            TRANSPOSED,
+        )  # fmt: skip
+        tiles += (tile,)  # type: ignore[assignment]
         first_column += TILES[t]
     return tiles
 
@@ -177,6 +194,32 @@ def score_tile(
 def find_pivot(lse):
     """A row's log-sum-exp in base 2; 0 for a row without keys, whose weights are 0."""
     return tl.where(lse == float("-inf"), 0.0, lse * LOG2_E)
+
+
+@triton.constexpr_function
+def has_exact_pivots(bias, mask, bias_cache):
+    """Whether gradients take pivots from ``find_pivots``: finite masks may hide all of a row.
+
+    Next to scores of -1e9 the log-sum-exp has lost the logarithm of the sum. Regions hide no row,
+    and a bias that is kept as float16 is bounded.
+    """
+    return mask == MATRIX or (bias == DENSE and bias_cache == RELOADED)
+
+
+@triton.jit
+def load_pivots(lse, at, is_row, second, EXACT: tl.constexpr):
+    """Load what is subtracted from rows of scores: pivots, then logarithms of sums if ``EXACT``.
+
+    ``lse``: log-sum-exps, or the result of ``find_pivots`` with sums ``second`` elements after the
+    pivots. Pivots are inf past the end.
+    """
+    pivot = tl.load(lse + at, mask=is_row, other=float("inf"))
+    log_sum = pivot
+    if EXACT:
+        log_sum = tl.load(lse + second + at, mask=is_row, other=0.0)
+    else:
+        pivot = find_pivot(pivot)
+    return pivot, log_sum
 
 
 @triton.jit
