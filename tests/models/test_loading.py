@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -188,6 +189,23 @@ def test_an_unknown_model_type(directory, model_type):
 def test_a_config_with_impossible_values(directory):
     change_config(directory, hidden_size="wide")
     refused(directory, str(directory / "config.json"), "'hidden_size' expected int, got str")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "quasi_silu"}, "value is missing, unknown or .*KeyError: 'quasi_silu'"),
+        ({"rope_parameters": {"rope_type": "quasi", "rope_theta": 1e4}}, "missing, unknown or of"),
+        ({"dtype": "quasi_float"}, "missing, unknown or of another type"),
+        ({"num_attention_heads": 0}, "a number is 0 that must not be"),
+        ({"num_key_value_heads": 0}, "a number is 0 that must not be"),
+    ],
+    ids=str,
+)
+def test_a_config_whose_error_would_be_a_bare_text(directory, changes, reason):
+    """Such as "cannot be loaded: 'quasi_silu'"."""
+    change_config(directory, **changes)
+    assert re.search(reason, refused(directory, str(directory)))
 
 
 def test_a_checkpoints_code_is_not_run(directory, tmp_path):

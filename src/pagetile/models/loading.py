@@ -222,7 +222,15 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _one_line(error: object) -> str:
-    return " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
+    """Return an error's text in one line, as a sentence where it is a bare one of Python's."""
+    text = " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
+    if isinstance(error, ZeroDivisionError):
+        return f"a number is 0 that must not be ({text})"
+    is_key = isinstance(error, KeyError) and " " not in text
+    if is_key or isinstance(error, (AttributeError, IndexError, TypeError)):
+        kind = type(error).__name__
+        return f"a value is missing, unknown or of another type than expected ({kind}: {text})"
+    return text
 
 
 @contextmanager
