@@ -1124,19 +1124,22 @@ def test_cases_are_prepared_in_processes_of_their_own_and_keep_their_checks(monk
     said = []
     names = ["tiled-2x1024-gqa", "nothing"]
     monkeypatch.setenv("PYTHONPATH", str(Path(command_line.ROOT) / "src"))
-    commands = [("benchmarks", "prepare", *names), ("benchmarks", "no-command")]
+    # Other modules than benchmarks start at once.
+    commands = [("benchmarks", "prepare", *names), ("timeit", "--no-option")]
     found = prepare.prepare(commands, 2, 60.0, said.append)
     assert list(found) == ["tiled-2x1024-gqa"]
     assert [check.passed for check in found["tiled-2x1024-gqa"]] == [True] * 5
     assert len(said) == 2
-    [failed] = [line for line in said if "no-command" in line]
-    assert re.fullmatch(r"prepared \d of 2: benchmarks no-command: .+", failed)
+    [failed] = [line for line in said if "no-option" in line]
+    assert re.fullmatch(r"prepared \d of 2: timeit --no-option: .+", failed)
     assert prepare.prepare(commands[:1], 1, 0.0, said.append) == {}
     assert said[-1].endswith(": no time")
     assert prepare.prepare(commands[:1], 1, 0.5, said.append) == {}
     assert said[-1].endswith(": the time for preparing was over")
-    late = prepare.prepare([*commands[:1], ("benchmarks", "list")], 1, 0.5, said.append, 60.0)
-    assert list(late) == ["tiled-2x1024-gqa"]  # it had begun; the other had not
+    line = "import time; time.sleep(1); print('prepared: [\"late\", []]')"
+    slow = ("timeit", "-n", "1", "-r", "1", line)
+    late = prepare.prepare([slow, ("benchmarks", "list")], 1, 0.5, said.append, 60.0)
+    assert late == {"late": []}  # it had begun; the other had not
     assert said[-1] == "prepared 2 of 2: benchmarks list: no time"
 
 

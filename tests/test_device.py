@@ -1,3 +1,4 @@
+import json
 import os
 import platform
 import subprocess
@@ -38,43 +39,57 @@ def test_without_limits_there_are_none(tmp_path):
     assert all(left >= 0 for left in _left_by_limits())
 
 
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, f"False False {NARROW}"),
-        ({"NUMBA_CPU_NAME": "generic"}, f"False False {NARROW}"),
-        (
-            {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
-            "False False (8, 16)",
-        ),
-        (
-            {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,-avx512vbmi"},
-            "True False (16, 32)",
-        ),
-    ],
-    ids=str,
-)
-def test_instruction_sets_are_those_of_numbas_target(target, expected):
-    """Whatever this machine has: a kernel for another dies in LLVM of an instruction it lacks."""
-    script = """
+TARGETS = [
+    ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, f"False False {NARROW}"),
+    ({"NUMBA_CPU_NAME": "generic"}, f"False False {NARROW}"),
+    (
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
+        "False False (8, 16)",
+    ),
+    (
+        {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,-avx512vbmi"},
+        "True False (16, 32)",
+    ),
+]
+# Numba reads its target when it is imported, here in a child for each. They share an import of
+# torch, which takes seconds.
+FOR_EACH_TARGET = """
+import json, os, sys
 import torch
-from pagetile.device import DeviceInfo, cpu_features, vector_registers
-bf16_dot = DeviceInfo.of(torch.device("cpu")).bf16_dot
-print(bf16_dot, "avx512vbmi" in cpu_features(), vector_registers())
+
+for target in json.loads(sys.argv[1]):
+    if not os.fork():
+        os.environ.update(target)
+        from pagetile.device import DeviceInfo, cpu_features, vector_registers
+        bf16_dot = DeviceInfo.of(torch.device("cpu")).bf16_dot
+        print(bf16_dot, "avx512vbmi" in cpu_features(), vector_registers(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+if not os.fork():
+    sys.modules["numba"] = None
+    from pagetile.device import cpu_features
+    print(sorted(cpu_features()), flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
 """
-    command, environment = [sys.executable, "-c", script], os.environ | target
+
+
+@pytest.fixture(scope="module")
+def instruction_sets():
+    """A line for each of ``TARGETS``, and one without Numba."""
+    names = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    command = [
+        sys.executable, "-c", FOR_EACH_TARGET, json.dumps([target for target, _ in TARGETS])
+    ]  # fmt: skip
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == expected
+    return found.stdout.splitlines()
 
 
-def test_without_numba_there_are_no_instruction_sets():
-    script = """
-import sys
-sys.modules["numba"] = None
-from pagetile.device import cpu_features
-print(sorted(cpu_features()))
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "[]\n"
+def test_instruction_sets_are_those_of_numbas_target(instruction_sets):
+    """Whatever this machine has: a kernel for another dies in LLVM of an instruction it lacks."""
+    assert instruction_sets[:-1] == [expected for _, expected in TARGETS]
+
+
+def test_without_numba_there_are_no_instruction_sets(instruction_sets):
+    assert instruction_sets[-1] == "[]"
