@@ -907,12 +907,13 @@ SHORT_QUERIES = [
 @pytest.mark.parametrize("case", SHORT_QUERIES, ids=str)
 def test_a_launch_merges_the_splits_of_many_rows(case, batch_invariant, impl):
     inputs = make_inputs(replace(case, dtype=F16))
+    expected = oracle(inputs)
     base = plan(inputs, impl, batch_invariant=batch_invariant)
     assert base.merge_rows > 0
     fixed = {"split_size": 64} if batch_invariant else {"least_size": 0, "whole_size": 0}
     for merge_rows in (1, 4, 64):
         changed = replace(base, merge_rows=merge_rows, **fixed)
-        assert_matches(attend(inputs, impl, plan=changed), inputs)
+        assert_matches(attend(inputs, impl, plan=changed), inputs, expected)
     assert has_merged(inputs, impl, merge_rows=2, **fixed)
 
 

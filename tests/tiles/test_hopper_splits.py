@@ -79,7 +79,10 @@ def _count(pointer, number, **_):
 
 
 def _where(condition, a, b):
-    if not any(isinstance(x, np.ndarray) for x in (condition, a, b)):
+    # Called a million times, nearly always with numbers; a generator would take most of that time.
+    if not (
+        isinstance(condition, np.ndarray) or isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+    ):
         return a if condition else b
     chosen = np.where(condition, a, b)
     return chosen.item() if chosen.ndim == 0 else chosen.view(Numbers)
