@@ -48,6 +48,7 @@ from .threads import on_team, run_together
 
 _ALL = 1 << 62
 _ONE = np.ones(1, np.float32)  # stands for a missing scale
+_NONE = np.empty(0, np.float32)
 
 # Numba reads named tuples by field, which keeps signatures short.
 ForwardCall = namedtuple(
@@ -340,7 +341,6 @@ def make_call(
             but gives other bits than a single row gets.
         block_mask: A ``BlockMask`` as for ``attention``, or None.
     """
-    none = np.empty(0, np.float32)
     slopes, sinks = options.alibi_slopes, options.sinks
     # bfloat16 holds 8-bit values exactly.
     is_bf16 = k_cache.dtype == torch.bfloat16 or k_scale is not None
@@ -351,8 +351,8 @@ def make_call(
     return ForwardCall(  # type: ignore[call-arg]
         flat(out), lse.numpy(), flat(q), flat(k_cache), flat(v_cache),
         flat(block_tables), seq_lens.contiguous().numpy(), cu_seqlens_q.contiguous().numpy(),
-        none if slopes is None else slopes.detach().float().contiguous().numpy(),
-        none if sinks is None else sinks.detach().float().contiguous().numpy(),
+        _NONE if slopes is None else slopes.detach().float().contiguous().numpy(),
+        _NONE if sinks is None else sinks.detach().float().contiguous().numpy(),
         q.shape[1] // k_cache.shape[-2], *sizes, *(-(-size // lanes) * lanes for size in sizes),
         block_size, plan.split_size,
         *q.stride()[:2], *k_strides, *v_strides, *out.stride()[:2], block_tables.stride(0),
@@ -378,4 +378,7 @@ def attend(call, num_kv_heads, plan):
     counter = np.zeros(1, np.int64)
     run_together(_attend, plan.num_threads, call, items, counter, parts)
     if num_parts:
-        _merge_parts(call, items, parts)
+        # Without what it does not read: one kernel for each type of ``out`` is compiled, and not
+        # one for each combination of types of queries and caches.
+        merged = call._replace(q=_NONE, k_cache=_NONE, v_cache=_NONE, tile=_NONE)
+        _merge_parts(merged, items, parts)
