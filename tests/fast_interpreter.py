@@ -4,13 +4,17 @@
 
     Triton 3.6 and 3.7 do                                                    here
     at each call of a helper: replace the language's functions again         once a launch
+    at each launch: search the language for what to replace                  once a process
     at each integer operation: compute it in int64, compare it with the      nothing, as long as
     limits, and drop the answer, since device_assert is off without debug    device_assert is off
     at each use of a type: build the table of NumPy's types                  once a type
     at each value: describe its shape anew                                   once a shape
     at each operation of two values: find their common type and shape        only if they differ
+    at each operation with a Python number: make a tensor of it, convert     once a number, type
+    it and broadcast it                                                      and shape
 """
 
+import inspect
 from dataclasses import replace
 from functools import cache
 
@@ -19,6 +23,7 @@ from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
+_patch_builtin = interpreter._patch_builtin
 _launch = interpreter.GridExecutor.__call__
 _find_numpy_type = interpreter._get_np_dtype
 _numpy_types = {}
@@ -29,6 +34,8 @@ _shapes = {}
 _semantics = interpreter.interpreter_semantic.__class__
 _match_types = _semantics.binary_op_type_checking_impl
 _match_shapes = _semantics.broadcast_impl_value
+_constants = {}
+_builtins = {}
 _patched = set()
 """The modules of the language that the running launch has replaced the functions of."""
 
@@ -37,6 +44,7 @@ def hasten():
     """Replace slow parts of the interpreter; see the module docstring."""
     interpreter._patch_lang_tensor = _with_index
     interpreter._patch_lang = _patch_once
+    interpreter._patch_builtin = _patch_known_builtins
     interpreter.GridExecutor.__call__ = _run
     interpreter._get_np_dtype = _numpy_type
     language.block_type.__init__ = _block_type
@@ -86,6 +94,8 @@ def _tensor(self, handle, type):
 
 
 def _match_types_that_differ(self, lhs, rhs, *args, **options):
+    if type(rhs) in (int, float) and isinstance(lhs, language.tensor):
+        return _match_number(self, lhs, rhs, args, options)
     if isinstance(lhs, language.tensor) and isinstance(rhs, language.tensor):
         kind = lhs.dtype
         is_alike = kind is rhs.dtype and not kind.is_ptr()
@@ -94,6 +104,20 @@ def _match_types_that_differ(self, lhs, rhs, *args, **options):
         ):  # halves are divided wider
             return self.broadcast_impl_value(lhs, rhs)
     return _match_types(self, lhs, rhs, *args, **options)
+
+
+def _match_number(self, lhs, number, args, options):
+    """Keep the tensor that a number becomes beside one of this type and shape."""
+    sizes = _sizes(lhs.type)
+    # By its digits: 0.0 equals -0.0, and NaN does not equal itself.
+    key = (repr(number), lhs.dtype.name, sizes, args, tuple(options.items()))
+    if key not in _constants:
+        left, right = _match_types(self, lhs, number, *args, **options)
+        if left is not lhs or sizes is None:  # the tensor is converted as well
+            return left, right
+        right.handle.data.flags.writeable = False  # operations make new arrays
+        _constants[key] = right
+    return lhs, _constants[key]
 
 
 def _match_shapes_that_differ(self, lhs, rhs):
@@ -118,6 +142,15 @@ def _patch_once(function):
     scope = _patch_lang(function)
     _patched.update(modules)
     return scope
+
+
+def _patch_known_builtins(owner, *args):
+    """``owner`` is a module of the language or its tensor, as they are between launches."""
+    if owner not in _builtins:
+        members = inspect.getmembers(owner)
+        _builtins[owner] = [each for each in members if language.core.is_builtin(each[1])]
+    for name, member in _builtins[owner]:
+        interpreter._patch_attr(owner, name, member, *args)
 
 
 @cache

@@ -40,6 +40,7 @@ def _launch():
 def test_results_are_the_same_without_it(monkeypatch):
     fast = _launch()
     monkeypatch.setattr(interpreter, "_patch_lang", fast_interpreter._patch_lang)
+    monkeypatch.setattr(interpreter, "_patch_builtin", fast_interpreter._patch_builtin)
     monkeypatch.setattr(interpreter, "_get_np_dtype", fast_interpreter._find_numpy_type)
     monkeypatch.setattr(tl.block_type, "__init__", fast_interpreter._describe_block)
     monkeypatch.setattr(tl.tensor, "__init__", fast_interpreter._describe_tensor)
@@ -54,6 +55,30 @@ def test_results_are_the_same_without_it(monkeypatch):
     assert builder.options.sanitize_overflow
     assert torch.equal(_launch(), fast)
     assert not fast.isnan().any()
+
+
+@triton.jit
+def _number_kernel(out):
+    at = tl.arange(0, 2)
+    ones = at.to(tl.float32) * 0 + 1
+    tl.store(out + at, ones * 1e-3 + ones * 1)
+    tl.store(out + 2 + at, (at * 0 + 7) / 2 + (at.to(tl.int64) * 0 + 7) // 2)
+    tl.store(out + 4 + at, ones * -0.0 + (at.to(tl.uint8) | 200).to(tl.float32))
+    tl.store(out + 6 + at, tl.where(at > 0, ones.to(tl.float16) * 2049 + 1.0, 0.0))
+
+
+def test_a_number_that_was_met_before_is_the_same_beside_another_type(monkeypatch):
+    found = []
+    for is_fast in (True, True, False):
+        if not is_fast:
+            semantics = type(interpreter.interpreter_semantic)
+            own = fast_interpreter._match_types
+            monkeypatch.setattr(semantics, "binary_op_type_checking_impl", own)
+        out = torch.full((8,), float("nan"))
+        _number_kernel[(1,)](out)
+        found.append(out.view(torch.int32).tolist())
+    assert found[0] == found[1] == found[2]
+    assert not out.isnan().any()
 
 
 def test_the_language_is_replaced_once_a_launch_and_comes_back(monkeypatch):
