@@ -3,9 +3,11 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from pagetile import device
 from pagetile.device import _left_by_limits
 
 NARROW = (4, 32) if platform.machine() in ("aarch64", "arm64") else (4, 16)
@@ -40,15 +42,15 @@ def test_without_limits_there_are_none(tmp_path):
 
 
 TARGETS = [
-    ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, f"False False {NARROW}"),
-    ({"NUMBA_CPU_NAME": "generic"}, f"False False {NARROW}"),
+    ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}, f"False False False {NARROW}"),
+    ({"NUMBA_CPU_NAME": "generic"}, f"False False False {NARROW}"),
     (
         {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
-        "False False (8, 16)",
+        "False False False (8, 16)",
     ),
     (
         {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,-avx512vbmi"},
-        "True False (16, 32)",
+        "True False False (16, 32)",
     ),
 ]
 # Numba reads its target when it is imported, here in a child for each. They share an import of
@@ -61,8 +63,9 @@ for target in json.loads(sys.argv[1]):
     if not os.fork():
         os.environ.update(target)
         from pagetile.device import DeviceInfo, cpu_features, vector_registers
-        bf16_dot = DeviceInfo.of(torch.device("cpu")).bf16_dot
-        print(bf16_dot, "avx512vbmi" in cpu_features(), vector_registers(), flush=True)
+        here = DeviceInfo.of(torch.device("cpu"))
+        vbmi = "avx512vbmi" in cpu_features()
+        print(here.bf16_dot, here.bf16_tiles, vbmi, vector_registers(), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 if not os.fork():
@@ -93,3 +96,13 @@ def test_instruction_sets_are_those_of_numbas_target(instruction_sets):
 
 def test_without_numba_there_are_no_instruction_sets(instruction_sets):
     assert instruction_sets[-1] == "[]"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="AMX is used on Linux only")
+@pytest.mark.parametrize(("answer", "expected"), [(0, True), (-1, False)])
+def test_tiles_are_used_where_linux_permits_them(answer, expected, monkeypatch):
+    monkeypatch.setattr(device, "cpu_features", lambda: {"avx512bf16", "amx-tile", "amx-bf16"})
+    monkeypatch.setattr(
+        device.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=lambda *call: answer)
+    )
+    assert device._may_use_tiles.__wrapped__() is expected

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +28,8 @@ class DeviceInfo:
     name: str = ""
     bf16_dot: bool = False
     """Whether kernels on a CPU multiply pairs of bfloat16 (AVX512-BF16)."""
+    bf16_tiles: bool = False
+    """Whether they multiply tiles of such pairs (AMX)."""
     capability: tuple[int, int] = (0, 0)
     """A GPU's compute capability: (9, 0) is Hopper."""
     shared_memory: int = 0
@@ -50,7 +54,20 @@ class DeviceInfo:
 def _cpu(num_threads: int) -> DeviceInfo:
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     name = capabilities.get("cpu_name") or platform.processor() or platform.machine()
-    return DeviceInfo("cpu", num_threads, name, "avx512bf16" in cpu_features())
+    bf16_dot = "avx512bf16" in cpu_features()
+    return DeviceInfo("cpu", num_threads, name, bf16_dot, bf16_dot and _may_use_tiles())
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Return whether the target has AMX, after asking Linux to permit it to this process.
+
+    Linux enables the tile registers for all threads of a process that asks, and of its children.
+    """
+    if sys.platform != "linux" or not {"amx-tile", "amx-bf16"} <= cpu_features():
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # numbers of x86-64
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 @functools.cache

@@ -52,6 +52,11 @@ def without_bf16_dot(inputs):
     return on_cpu(inputs, plan=plan_for(inputs, bf16_dot=False))
 
 
+def without_bf16_tiles(inputs):
+    """A processor with AVX512-BF16 and without AMX."""
+    return on_cpu(inputs, plan=plan_for(inputs, bf16_tiles=False))
+
+
 def by_reference(inputs):
     return inputs.attend(impl="reference")
 
@@ -325,6 +330,18 @@ def test_random_cases_match_the_oracle_without_bf16_dot(block):
         assert_matches(without_bf16_dot(inputs), inputs)
 
 
+@pytest.mark.skipif(
+    not DeviceInfo.of(torch.device("cpu")).bf16_tiles, reason="this CPU has no AMX to leave unused"
+)
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_random_cases_match_the_oracle_without_bf16_tiles(block):
+    for i in range(16):
+        case = draw(f"bf16-{block}-{i}")
+        inputs = make_inputs(replace(case, dtype=BF16, kv_dtype=None, scales=None))
+        assert_matches(without_bf16_tiles(inputs), inputs)
+
+
 @pytest.mark.usefixtures("_poisoned_memory")
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_the_reference_in_low_precision_matches_itself_in_float64(block):
@@ -595,7 +612,7 @@ def test_chunked_prefill_gets_the_bits_of_one_shot():
     assert num_chunks > 200
 
 
-def test_no_choice_of_a_plan_but_split_size_and_bf16_dot_changes_a_bit():
+def test_no_choice_of_a_plan_but_split_size_and_products_changes_a_bit():
     for i, inputs in enumerate(random_inputs("plans", 60)):
         rng, plan = random.Random(i), plan_for(inputs)
         expected = on_cpu(inputs, plan=plan)

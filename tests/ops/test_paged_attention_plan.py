@@ -26,7 +26,7 @@ TINY = replace(DECODE, num_seqs=1, num_tokens=1, max_seq_len=9)
 
 FORM = SimpleNamespace(q=SimpleNamespace(device=torch.device("cpu")))
 SMALL_CPU = DeviceInfo("cpu", 2)
-LARGE_CPU = DeviceInfo("cpu", 64, "a server", bf16_dot=True)
+LARGE_CPU = DeviceInfo("cpu", 64, "a server", bf16_dot=True, bf16_tiles=True)
 
 PROBLEMS = [
     Problem(
@@ -57,6 +57,15 @@ def test_tiles_that_change_the_bits_do_not_depend_on_the_problem():
         assert {(plan.split_size, plan.bf16_dot) for plan in plans} == {
             (SPLIT_SIZE, device.bf16_dot)
         }
+
+
+def test_matrix_units_multiply_in_every_step_of_a_model_or_in_none():
+    prefill = replace(DECODE, num_tokens=2048, max_seq_len=2048)
+    for num_heads, num_kv_heads, expected in ((32, 8, True), (12, 12, True), (32, 32, False)):
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for problem in (DECODE, prefill):
+            assert make_plan(replace(problem, **heads), LARGE_CPU).bf16_tiles is expected
+            assert not make_plan(replace(problem, **heads), SMALL_CPU).bf16_tiles
 
 
 def test_splits_end_at_the_end_of_a_tile_of_keys():

@@ -6,6 +6,8 @@ of a dense tensor, or, in a ragged one, the block that begins at the sequence's 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...device import DeviceInfo
@@ -23,7 +25,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def run(problem, q, k, v, lengths, options):
     """Describe each sequence as a block, and attend."""
-    plan = make_plan(problem, DeviceInfo.of(q.device))
+    device = DeviceInfo.of(q.device)
+    # Steps of one query, which the plan's choice is for, are rare here.
+    plan = replace(make_plan(problem, device), bf16_tiles=device.bf16_tiles)
     rows = q if problem.is_ragged else q.flatten(0, 1)  # copies if strides do not allow it
     out = q.new_empty(*rows.shape[:2], problem.v_head_size)
     lse = q.new_empty(rows.shape[:2], dtype=torch.float32)

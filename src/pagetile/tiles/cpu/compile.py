@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
@@ -34,6 +35,18 @@ inner_by_types = partial(overload, jit_options={"_nrt": False, **LINKED})
 
 allocating = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, **LINKED)
 """For functions called from ``entry`` ones that allocate a thread's scratch memory."""
+
+
+@allocating()
+def aligned(count, dtype):
+    """Allocate ``count`` elements that begin at a cache line, as vectors and tiles then do, too.
+
+    A vector of 64 bytes across two lines takes twice the time to load.
+    """
+    line = 64
+    room = np.empty(count + line, dtype)
+    first = -room.ctypes.data % line // room.itemsize
+    return room[first : first + count]
 
 
 def entry() -> Callable[[Callable[..., Any]], Any]:

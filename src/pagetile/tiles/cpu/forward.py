@@ -26,6 +26,9 @@ bits do not depend on the number of new tokens either.
 as float32 columns for ``score_transposed``, which is faster and sums in another order, so a row's
 bits depend on the number of rows. bfloat16 that is multiplied without conversion is not transposed.
 
+Where matrix units multiply bfloat16 (``Plan.bf16_tiles``), every tile is multiplied by them, with
+few rows and with many, in one order.
+
 Only slots of visible keys are read. The scales of an 8-bit cache are applied in ``forward_tile``.
 Contiguous keys are treated as one block per sequence, of any length.
 """
@@ -39,10 +42,12 @@ import torch
 
 from .arrays import flat
 from .block_mask import mask_fields, sees_keys
-from .compile import allocating, entry, folded, inner
+from .compile import aligned, allocating, entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
+from .matrix_units import TILE_ROWS, configure_tiles, release_tiles
 from .microkernels import pad_rows
 from .online_softmax import TILE_N, State, exp2_scalar, make_state, merge_states, start_state
+from .products import pack_queries
 from .simd import LN_2, LOG2_E, load, load_half, mul, splat, store, store_half, take_number
 from .threads import on_team, run_together
 
@@ -58,13 +63,14 @@ ForwardCall = namedtuple(
     " q_token q_head k_block k_slot k_head v_block v_slot v_head out_token out_head table_stride"
     " k_scale v_scale per_token k_scale_block k_scale_slot k_scale_head"
     " v_scale_block v_scale_slot v_scale_head"
-    " softmax_scale soft_cap causal window transposed tile"
+    " softmax_scale soft_cap causal window transposed tile packed"
     " block_mask mask_seq mask_head mask_row block_q block_k",
 )
 ForwardScratch = namedtuple(
     "ForwardScratch",
     "state total q first_key end_key scores weights decay"
-    " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales lanes tile_rows k_tile v_tile",
+    " k_rows v_rows k_scale_rows v_scale_rows k_scales v_scales lanes"
+    " tile_rows tile packed columns sums",
 )
 ForwardItem = namedtuple(
     "ForwardItem", "seq first_token num_tokens first_head num_heads first_key end_key part"
@@ -114,19 +120,21 @@ def _make_items(
 
 @allocating()
 def _make_scratch(call, items, counter, parts):
-    most = tile = 1
+    most = tile = heads = 1
     for i in range(len(items)):
         rows = pad_rows(items[i, 2] * call.group)
         tile = max(tile, items[i, 4] if rows == 1 else rows)
         most = max(most, rows * items[i, 4])
+        heads = max(heads, items[i, 4])
+    widest = max(call.width, call.v_width)
     return ForwardScratch(
         make_state(most, call.v_width),
         make_state(most, call.v_width),
-        np.zeros(most * call.width, call.tile.dtype),
+        aligned((most + TILE_ROWS) * call.width, call.tile.dtype),
         np.zeros(tile, np.int64),
         np.zeros(tile, np.int64),
-        np.empty(tile * TILE_N, np.float32),
-        np.empty(tile * TILE_N, call.tile.dtype),
+        aligned((tile + TILE_ROWS) * TILE_N, np.float32),
+        aligned((tile + TILE_ROWS) * TILE_N, call.tile.dtype),
         np.empty(tile, np.float32),
         np.zeros((2, TILE_N), np.int64),
         np.zeros((2, TILE_N), np.int64),
@@ -136,8 +144,10 @@ def _make_scratch(call, items, counter, parts):
         np.zeros(TILE_N, np.float32),
         np.zeros(16, np.float32),
         np.zeros(TILE_N, np.int64),
-        np.zeros(TILE_N * call.width, call.tile.dtype),
-        np.zeros(TILE_N * call.v_width, call.tile.dtype),
+        aligned(TILE_N * widest, call.tile.dtype),
+        aligned(TILE_N // 2 * widest, call.packed.dtype),
+        aligned(heads * TILE_ROWS * call.width // 2, call.packed.dtype),
+        aligned(TILE_ROWS * max(TILE_N, call.v_width), np.float32),
     )
 
 
@@ -149,9 +159,11 @@ def _attend(parallel, num_threads, call, items, counter, parts):
 @inner()
 def _take_items(call, items, counter, parts, scratch):
     """Compute work items until none is left."""
+    configure_tiles(call.packed)
     while True:
         taken = take_number(counter)
         if taken >= len(items):
+            release_tiles(call.packed)
             return
         row = items[taken]
         item = ForwardItem(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
@@ -238,6 +250,10 @@ def _load_queries(call, scratch, item, rows):
                     store(scratch.q, to + d, load(call.q, source + d))
                 if whole < call.head_size:
                     store(scratch.q, to + whole, load_half(call.q, source + whole))
+        at = head * rows * call.width
+        pack_queries(
+            scratch.columns, head * TILE_ROWS * call.width // 2, scratch.q, at, rows, call.width
+        )
 
 
 @inner()
@@ -327,7 +343,7 @@ def make_call(
         out: ``[num_tokens, num_heads, v_head_size]``, to be written.
         lse: float32 ``[num_tokens, num_heads]``, contiguous, to be written.
         options: Has ``softmax_scale``, ``causal`` and the other options of ``paged_attention``.
-        plan: Has ``split_size`` and ``bf16_dot``.
+        plan: Has ``split_size``, ``bf16_dot`` and ``bf16_tiles``.
         block_tables: int32 ``[num_seqs, …]``.
         seq_lens: int32 ``[num_seqs]``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``.
@@ -345,6 +361,7 @@ def make_call(
     # bfloat16 holds 8-bit values exactly.
     is_bf16 = k_cache.dtype == torch.bfloat16 or k_scale is not None
     pairs = plan.bf16_dot and q.dtype == torch.bfloat16 and is_bf16
+    left = np.uint16 if pairs else np.float32  # the type of queries and weights in products
     lanes, sizes = (32 if pairs else 16), (q.shape[-1], v_cache.shape[-1])
     scales = [(_ONE, (0, 0, 0)) if s is None else (flat(s), s.stride()) for s in (k_scale, v_scale)]
     (k_scales, k_scale_strides), (v_scales, v_scale_strides) = scales
@@ -359,7 +376,8 @@ def make_call(
         k_scales, v_scales, per_token, *k_scale_strides, *v_scale_strides,
         float(options.softmax_scale), float(options.logits_soft_cap or 0.0),
         bool(options.causal), int(options.sliding_window or 0), transposed and not pairs,
-        np.empty(0, np.uint16 if pairs else np.float32), *mask_fields(block_mask),
+        np.empty(0, left), np.empty(0, np.uint32 if pairs and plan.bf16_tiles else left),
+        *mask_fields(block_mask),
     )  # fmt: skip
 
 

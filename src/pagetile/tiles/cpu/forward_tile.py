@@ -16,7 +16,8 @@ import numpy as np
 from .block_mask import hidden_end, repeat_visible
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
-from .microkernels import mix_tile, score_tile
+from .matrix_units import TILE_ROWS
+from .microkernels import score_tile
 from .online_softmax import (
     TILE_N,
     add_alibi,
@@ -27,8 +28,26 @@ from .online_softmax import (
     update_softmax_row,
 )
 from .plan import HEADS_BY_KEY
-from .products import score_transposed
-from .simd import LOG2_E, load, load_half, maximum, prefetch, store, store_transposed
+from .products import (
+    has_matrix_units,
+    is_bfloat16,
+    mix_values,
+    score_few,
+    score_many,
+    score_transposed,
+)
+from .simd import (
+    LOG2_E,
+    load,
+    load_half,
+    maximum,
+    prefetch,
+    store,
+    store_half,
+    store_transposed,
+    zeros,
+)
+from .simd_pairs import copy_as, size_of
 
 FEW_ROWS = 16
 """Up to this many rows of an item, keys and values are converted for every four rows; with more,
@@ -74,7 +93,8 @@ def find_rows(call, scratch, side, item, tile, low, high):
 def attend_tile(call, scratch, side, item, rows, tile, num_keys):
     """An item's rows over one tile of keys: scores, softmax, values."""
     is_whole = call.head_size == call.width and call.v_head_size == call.v_width
-    if rows == 1 and item.num_heads % HEADS_BY_KEY == 0 and is_whole:
+    by_key = rows == 1 and item.num_heads % HEADS_BY_KEY == 0 and is_whole
+    if by_key and not has_matrix_units(call.packed):
         _attend_by_key(call, scratch, side, item, tile, num_keys)
         return
     for head in range(item.num_heads):
@@ -110,17 +130,18 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     query_len = call.cu_seqlens_q[item.seq + 1] - call.cu_seqlens_q[item.seq]
     # By the sequence's rows, not the item's, so that bits do not depend on the division into items.
     if call.transposed and query_len * call.group > FEW_ROWS:
-        _gather_transposed(scratch.k_tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
-        score_transposed(
-            scratch.scores, scratch.q, at * width, rows, scratch.k_tile, num_keys, width
-        )
+        _gather_transposed(scratch.tile, call.k_cache, k_base, k_rows, num_keys, call.head_size)
+        score_transposed(scratch.scores, scratch.q, at * width, rows, scratch.tile, num_keys, width)
+    elif has_matrix_units(call.packed):
+        _score_by_tiles(call, scratch, head, rows, k_base, k_rows, k_ahead, num_keys)
     elif rows > FEW_ROWS or call.head_size != width:
         _gather(
-            scratch.k_tile, tile_rows, call.k_cache, k_base, k_rows, num_keys, call.head_size, width
-        )
+            scratch.tile, tile_rows, call.k_cache, k_base, k_rows, k_ahead, num_keys,
+            call.head_size, width,
+        )  # fmt: skip
         score_tile(
             scratch.scores, scratch.q, at * width, width, rows,
-            scratch.k_tile, 0, tile_rows, tile_rows, TILE_N, width,
+            scratch.tile, 0, tile_rows, tile_rows, TILE_N, width,
         )  # fmt: skip
     else:
         score_tile(
@@ -130,42 +151,83 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
     if call.per_token:
         _fetch_scales(call, scratch, side, item.first_head + head)
     _softmax_tile(call, scratch, item, head, rows, tile, 0)
-    if rows > FEW_ROWS or call.v_head_size != v_width:
+    converts_once = rows > FEW_ROWS and not has_matrix_units(call.packed)
+    if converts_once or call.v_head_size != v_width:
         _gather(
-            scratch.v_tile,
-            tile_rows,
-            call.v_cache,
-            v_base,
-            v_rows,
-            num_keys,
-            call.v_head_size,
-            v_width,
-        )
-        mix_tile(
-            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
-            scratch.v_tile, 0, tile_rows, tile_rows, num_keys, v_width,
+            scratch.tile, tile_rows, call.v_cache, v_base, v_rows, v_ahead, num_keys,
+            call.v_head_size, v_width,
+        )  # fmt: skip
+        mix_values(
+            scratch.state.acc, at * v_width, scratch.decay, rows, scratch.weights, TILE_N,
+            scratch.tile, 0, tile_rows, tile_rows, num_keys, scratch.packed, scratch.sums, v_width,
         )  # fmt: skip
     else:
-        mix_tile(
-            scratch.state.acc, at * v_width, v_width, scratch.decay, rows, scratch.weights, TILE_N,
-            call.v_cache, v_base, v_rows, v_ahead, num_keys, v_width,
+        mix_values(
+            scratch.state.acc, at * v_width, scratch.decay, rows, scratch.weights, TILE_N,
+            call.v_cache, v_base, v_rows, v_ahead, num_keys, scratch.packed, scratch.sums, v_width,
         )  # fmt: skip
 
 
 @inner()
-def _gather(tile, tile_rows, cache, base, rows, num_keys, size, width):
-    """Copy a tile's rows into contiguous float32, padded with zeros to ``width``."""
-    whole = size // 16 * 16
+def _score_by_tiles(call, scratch, head, rows, base, k_rows, ahead, num_keys):
+    """Scores of one head by matrix units; keys of few rows are read from the cache if possible."""
+    width, columns_at = call.width, head * TILE_ROWS * call.width // 2
+    if rows <= TILE_ROWS and _are_tiles_of_keys(call, k_rows):
+        score_few(
+            scratch.scores, scratch.columns, columns_at, call.k_cache, base, k_rows, call.k_slot,
+            ahead, scratch.sums, width,
+        )  # fmt: skip
+        return
+    _gather(
+        scratch.tile, scratch.tile_rows, call.k_cache, base, k_rows, ahead, num_keys,
+        call.head_size, width,
+    )  # fmt: skip
+    if rows <= TILE_ROWS:
+        score_few(
+            scratch.scores, scratch.columns, columns_at, scratch.tile, 0, scratch.tile_rows, width,
+            scratch.tile_rows, scratch.sums, width,
+        )  # fmt: skip
+    else:
+        score_many(
+            scratch.scores, scratch.q, head * rows * width, rows, scratch.tile, scratch.packed,
+            width,
+        )  # fmt: skip
+
+
+@inner()
+def _are_tiles_of_keys(call, rows):
+    """Whether every sixteen keys are whole rows of bfloat16 at equal distances in the cache."""
+    are = is_bfloat16(call.k_cache) and call.head_size == call.width and call.block_size % 16 == 0
+    for n in range(0, TILE_N, 16):  # rows of keys that are not visible repeat others
+        are = are and rows[n + 15] - rows[n] == 15 * call.k_slot
+    return are
+
+
+@inner()
+def _gather(tile, tile_rows, cache, base, rows, ahead, num_keys, size, width):
+    """Copy a tile's rows, as the products' type, into contiguous memory; pad them with zeros.
+
+    Prefetches the rows at ``ahead``.
+    """
+    step = size_of(tile)
+    whole = size // step * step
     for n in range(TILE_N):
         tile_rows[n] = n * width
     for n in range(num_keys):
-        source = base + rows[n]
-        for d in range(0, whole, 16):
+        source, later = base + rows[n], base + ahead[n]
+        for d in range(0, whole, step):
+            prefetch(cache, later + d)
+            copy_as(tile, n * width + d, cache, source + d)
+        for d in range(whole, size // 16 * 16, 16):
             store(tile, n * width + d, load(cache, source + d))
-        if whole < size:
-            store(tile, n * width + whole, load_half(cache, source + whole))
-    if num_keys < TILE_N:  # keys may be multiplied in pairs; the weight of this one is 0
-        tile[num_keys * width : (num_keys + 1) * width] = 0
+        if size % 16:
+            store_half(
+                tile, n * width + size // 16 * 16, load_half(cache, source + size // 16 * 16)
+            )
+        for d in range(n * width + size, (n + 1) * width, 8):
+            store_half(tile, d, zeros())
+    # Keys are multiplied by twos or more, and the weights of the last ones are 0.
+    tile[num_keys * width : TILE_N * width] = 0
 
 
 @inner()

@@ -63,7 +63,7 @@ def transpose(into, into_row, matrix, row, rows, columns, at=0):
     whole_rows, whole_columns = rows - rows % 16, columns - columns % 16
     for r in range(0, whole_rows, 16):
         for c in range(0, whole_columns, 16):
-            _transpose_16x16(into, c * into_row + r, into_row, matrix, at + r * row + c, row)
+            transpose_16x16(into, c * into_row + r, into_row, matrix, at + r * row + c, row)
         for i in range(r, r + 16):
             for c in range(whole_columns, columns):
                 into[c * into_row + i] = matrix[at + i * row + c]
@@ -73,7 +73,8 @@ def transpose(into, into_row, matrix, row, rows, columns, at=0):
 
 
 @inner()
-def _transpose_16x16(into, to, into_row, x, at, row):
+def transpose_16x16(into, to, into_row, x, at, row):
+    """``into[to + c * into_row + r] = x[at + r * row + c]`` for sixteen rows and columns."""
     vectors = (
         load(x, at), load(x, at + row), load(x, at + 2 * row), load(x, at + 3 * row),
         load(x, at + 4 * row), load(x, at + 5 * row), load(x, at + 6 * row), load(x, at + 7 * row),

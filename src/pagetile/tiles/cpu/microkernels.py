@@ -17,7 +17,8 @@ The type of the left operand, queries or weights, selects the instruction (``sim
 float32, keys and values are converted as they are loaded. With bfloat16, one instruction
 (AVX512-BF16) computes two products, of neighbouring columns in scores and of neighbouring keys in
 mixes: half the multiplications and no conversion, so a decode step is bound by memory. Weights are
-then rounded to bfloat16, as for tensor cores; the softmax's sum is not.
+then rounded to bfloat16, as for tensor cores; the softmax's sum is not. Intel's matrix units take
+whole tiles of bfloat16 instead (``products``).
 
 Key or value ``n`` is at ``base + rows[n]``, for slots of pages as for a contiguous tile.
 """

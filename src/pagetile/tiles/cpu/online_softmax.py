@@ -13,7 +13,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from .compile import allocating, inner
+from .compile import aligned, allocating, inner
 from .microkernels import add_scaled
 from .simd import (
     add,
@@ -33,6 +33,7 @@ from .simd import (
     where_less,
     zeros,
 )
+from .simd_pairs import store_weights
 
 TILE_N = 64
 
@@ -43,7 +44,7 @@ State = namedtuple("State", "acc m l")
 def make_state(rows, width):
     """Allocate the states of ``rows`` rows, ``width`` columns each."""
     return State(
-        np.empty(rows * width, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
+        aligned(rows * width, np.float32), np.empty(rows, np.float32), np.empty(rows, np.float32)
     )
 
 
@@ -58,10 +59,10 @@ def update_softmax_row(state, row, s, weights, at, highest):
     decay = exp2_scalar(state.m[row] - pivot)
     shift = splat(pivot)
     sums = zeros()
-    for n in range(at, at + TILE_N, 16):
-        p = exp2(sub(load(s, n), shift))
-        store(weights, n, p)
-        sums = add(sums, p)
+    for n in range(at, at + TILE_N, 32):
+        p0, p1 = exp2(sub(load(s, n), shift)), exp2(sub(load(s, n + 16), shift))
+        store_weights(weights, n, p0, p1)
+        sums = add(add(sums, p0), p1)
     state.m[row] = m
     state.l[row] = state.l[row] * decay + sum_lanes(sums)
     return decay

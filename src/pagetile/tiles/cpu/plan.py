@@ -68,7 +68,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """Work division of a call. Only ``split_size`` and ``bf16_dot`` affect a result's bits.
+    """Work division of a call. Only ``split_size`` and the last two affect a result's bits.
 
     So do key tiles that ``attention`` transposes, which depends on the rows of a sequence only.
     """
@@ -87,6 +87,9 @@ class Plan:
     bf16_dot: bool
     """Whether bfloat16 (and 8-bit values as bfloat16) are multiplied without conversion to float32.
     It affects the result's bits."""
+    bf16_tiles: bool
+    """Whether matrix units then multiply (AMX): in every step of a model or in none, so that chunks
+    of a prompt get the same bits. It affects the result's bits."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,7 +133,18 @@ def make_plan(problem: Shape, device: DeviceInfo) -> Plan:
         item_splits=item_splits,
         num_threads=num_threads,
         bf16_dot=device.bf16_dot,
+        bf16_tiles=device.bf16_tiles and not _reads_by_key(problem),
     )
+
+
+def _reads_by_key(problem: Shape) -> bool:
+    """Whether a decode step reads all heads of a key, then the next key's.
+
+    Matrix units take sixteen keys of a head instead. Every head and key then begins another page
+    of memory, and a step with 32 heads takes 1.6 times as long.
+    """
+    is_whole = problem.head_size % 32 == 0 and problem.v_head_size % 32 == 0
+    return problem.group == 1 and problem.num_kv_heads % HEADS_BY_KEY == 0 and is_whole
 
 
 def _bytes_per_key(problem: Shape) -> int:

@@ -13,7 +13,7 @@ from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 from numba.np.arrayobj import populate_array
 
-from .formats import BFLOATS, SHORTS, load_bf16_bits, load_lanes
+from .formats import BFLOATS, SHORTS, load_bf16_bits, load_lanes, store_lanes
 from .simd import LANES, VECTOR, _muladd, _splat, f32x16, pointer_to
 
 _I32 = ir.IntType(32)
@@ -109,13 +109,16 @@ def round_pairs(typingctx, a, b):
     """The lanes of ``a``, then those of ``b``, rounded to bfloat16; needs AVX512-BF16."""
 
     def codegen(context, builder, sig, args):
-        a, b = args
-        kind = ir.FunctionType(BFLOATS, [VECTOR, VECTOR])
-        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.bitcast(builder.call(function, [b, a]), SHORTS)
+        return _round(builder, *args)
 
     return bf16x32(f32x16, f32x16), codegen
+
+
+def _round(builder, a, b):
+    kind = ir.FunctionType(BFLOATS, [VECTOR, VECTOR])
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.bitcast(builder.call(function, [b, a]), SHORTS)
 
 
 @intrinsic
@@ -139,6 +142,21 @@ def store_pairs(typingctx, array, index, value):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, bf16x32), codegen
+
+
+@intrinsic
+def copy_as(typingctx, into, to, array, index):
+    """Copy ``size_of(into)`` elements, converted to the type of ``into``, bfloat16 or float32."""
+    of_pairs = are_pairs(into)
+
+    def codegen(context, builder, sig, args):
+        into, to, array, index = args
+        value = _load(context, builder, of_pairs, sig.args[2], array, index)
+        pointer = pointer_to(context, builder, sig.args[0], into, to, value.type)
+        builder.store(value, pointer, align=2 if of_pairs else 4)
+        return context.get_dummy_value()
+
+    return types.void(into, types.intp, array, types.intp), codegen
 
 
 @intrinsic
@@ -229,6 +247,28 @@ def load_weights(typingctx, p, index):
         return _splat(builder, builder.load(pointer_to(context, builder, sig.args[0], *args)))
 
     return (bf16x32 if of_pairs else f32x16)(p, types.intp), codegen
+
+
+@intrinsic
+def store_weights(typingctx, p, index, low, high):
+    """``p[index : index + 32]`` = both vectors, rounded to the type of ``p``.
+
+    Subnormal numbers become 0 in bfloat16, as products take them.
+    """
+    of_pairs = are_pairs(p)
+
+    def codegen(context, builder, sig, args):
+        p, index, low, high = args
+        pointer = pointer_to(context, builder, sig.args[0], p, index)
+        if of_pairs:
+            pairs = _round(builder, low, high)
+            builder.store(pairs, builder.bitcast(pointer, SHORTS.as_pointer()), align=2)
+        else:
+            store_lanes(builder, sig.args[0].dtype, pointer, low)
+            store_lanes(builder, sig.args[0].dtype, builder.gep(pointer, [_I32(LANES)]), high)
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, f32x16, f32x16), codegen
 
 
 @intrinsic
