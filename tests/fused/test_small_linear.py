@@ -530,9 +530,9 @@ def test_where_a_cpu_is_faster_than_torch(monkeypatch):
     monkeypatch.setattr(plan, "cpu_features", lambda: frozenset({"neon"}))
     assert not asked(65, 4096, 4096, F16)
     monkeypatch.setattr(plan, "cpu_features", lambda: avx512 | {"amx-bf16", "avx512fp16"})
-    for dtype in (BF16, F16):
-        assert asked(16, 4096, 4096, dtype)
-        assert not asked(17, 4096, 4096, dtype)
+    for dtype, most in ((BF16, 4), (F16, 16)):
+        assert asked(most, 4096, 4096, dtype)
+        assert not asked(most + 1, 4096, 4096, dtype)
     assert asked(64, 4096, 4096, F32)
 
 

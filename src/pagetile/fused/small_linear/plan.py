@@ -246,7 +246,9 @@ def is_faster_in_parts(problem: Problem) -> bool:
 
 
 _MOST_ROWS_CPU = 64
-_MOST_ROWS_MATRIX_UNITS = 16
+_MOST_ROWS_WITH = {torch.bfloat16: ("amx-bf16", 4), torch.float16: ("avx512fp16", 16)}
+"""Instructions that torch multiplies a type by, and up to how many rows it is slower all the same
+(measured on a Xeon, weights 4096 x 4096)."""
 _LEAST_BYTES_CPU = {4: 1 << 18, 2: 1 << 16}
 """Bytes of a weight, by element size: below that, the call takes longer than the product."""
 
@@ -266,13 +268,12 @@ def _most_rows_on_cpu(dtype: torch.dtype) -> float:
     """Up to how many rows ``cpu`` is faster.
 
     On x86 torch multiplies float16, and without AVX-512 bfloat16, number by number: any number of
-    rows is faster here. Matrix units and arithmetic of float16 were not measured; they need many
-    rows to be fast.
+    rows is faster here.
     """
     features = cpu_features()
-    unit = {torch.bfloat16: "amx-bf16", torch.float16: "avx512fp16"}.get(dtype)
+    unit, most = _MOST_ROWS_WITH.get(dtype, ("", 0))
     if unit in features:
-        return _MOST_ROWS_MATRIX_UNITS
+        return most
     is_slow = dtype == torch.float16 or (dtype == torch.bfloat16 and "avx512bw" not in features)
     return math.inf if is_slow and "sse2" in features else _MOST_ROWS_CPU
 
