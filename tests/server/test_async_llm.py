@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -174,6 +175,23 @@ def test_an_aborted_request_returns_what_it_has(async_llm):
     output = asyncio.run(main())
     assert output.outputs[0].finish_reason == "abort"
     assert 0 < len(output.outputs[0].token_ids) < 1000
+
+
+def test_the_last_deltas_of_an_aborted_stream_say_so(async_llm):
+    async def main():
+        texts, reasons = ["", ""], [None, None]
+        params = replace(LONG, n=2, temperature=1.0, stop=["\n\n\n\n\n\n\n\n"])
+        stream = await async_llm.submit("def add", params, request_id="mine")
+        while deltas := await stream.take():
+            async_llm.abort("mine")
+            for delta in deltas:
+                texts[delta.index] += delta.text
+                reasons[delta.index] = delta.finish_reason
+        return texts, reasons, (await stream.result()).outputs
+
+    texts, reasons, samples = asyncio.run(main())
+    assert reasons == ["abort", "abort"]
+    assert texts == [sample.text for sample in samples]
 
 
 def test_a_bad_request_raises_and_holds_nothing(async_llm):

@@ -51,6 +51,36 @@ def test_a_stream_joins_to_the_completion(http, post):
         assert [c["finish_reason"] for c in own[:-1]] == [None] * (len(own) - 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": PROMPT}),
+        ("completions", {"prompt": PROMPT, "n": 2, "logprobs": 1, "return_token_ids": True}),
+        ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 1},
+        ),
+    ],
+)
+def test_a_stream_that_the_server_aborts_says_so(http, async_llm, path, fields):
+    asked = {**fields, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    reasons = {}
+    with http.stream("POST", f"/v1/{path}", json=asked) as response:
+        lines = [line for line in response.iter_lines() if line and not _abort_all(async_llm)]
+    assert lines.pop() == "data: [DONE]"
+    for line in lines:
+        for choice in json.loads(line[6:])["choices"]:
+            assert reasons.get(choice["index"]) is None
+            reasons[choice["index"]] = choice["finish_reason"]
+    assert reasons == dict.fromkeys(range(fields.get("n", 1)), "abort")
+
+
+def _abort_all(async_llm):
+    for request_id in list(async_llm._streams):
+        async_llm.abort(request_id)
+
+
 def test_several_prompts_with_several_samples_are_numbered(post):
     prompts = [PROMPT, "import os", "x = 1"]
     _, body = post("/v1/completions", prompt=prompts, n=2, max_tokens=4, temperature=0)

@@ -206,21 +206,26 @@ class Engine:
         self._next_id += 1
         return self._next_id - 1
 
-    def abort(self, request_id: Hashable) -> None:
-        """End a request and free its blocks; no effect if it is unknown or finished."""
+    def abort(self, request_id: Hashable) -> list[Delta]:
+        """End a request and free its blocks, and return its sequences' last deltas.
+
+        No effect if it is unknown or finished.
+        """
         self._start_change()
-        request = self._requests.get(request_id)
+        request, last = self._requests.get(request_id), list[Delta]()
         for sequence in request.sequences if request else ():
             if not sequence.is_finished:
                 if sequence in self._to_score:
                     self._to_score.remove(sequence)
                 self.scheduler.finish(sequence, "abort")
-                detokenize_rest(sequence)
+                text = detokenize_rest(sequence)
+                last.append(Delta(request_id, sequence.index, text, None, "abort"))
         try:
             self._drain_idle()
         except Exception:  # of steps whose sequences have all ended
             self._start_over()
         self._is_torn = False
+        return last
 
     def step(self) -> list[Delta]:
         """Launch a step, and return the deltas of the oldest step in flight.

@@ -199,10 +199,10 @@ class EngineThread:
         request_id = stream.engine_id
         if request_id not in self._admitted:
             return
-        self._engine.abort(request_id)  # first: if it raises, the stream must still get the error
+        last = self._engine.abort(request_id)  # if it raises, the stream must still get the error
         output = self._engine.take_output(request_id)
         del self._admitted[request_id]
-        call_soon(stream.loop, stream.finish, output)
+        call_soon(stream.loop, stream.put, last, output, time.perf_counter())
 
     def _fail_step(self, error: Exception) -> None:
         """Fail only the requests of a step that raised."""
