@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 
@@ -423,6 +424,24 @@ def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish():
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_answers_what_runs_with_a_503():
+    asked = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    with (
+        server_process(*SMALL) as server,
+        httpx2.Client(base_url=server.url, timeout=60) as http,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        answers = [pool.submit(http.post, "/v1/completions", json=asked) for _ in range(8)]
+        wait_for(lambda: "num_requests_running 8.0" in httpx2.get(f"{server.url}/metrics").text)
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: httpx2.get(f"{server.url}/ready").status_code == 503)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        for answer in answers:
+            assert answer.result().status_code == 503
+            assert answer.result().json()["error"]["code"] == "engine_dead"
 
 
 def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, monkeypatch):

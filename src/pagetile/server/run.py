@@ -27,6 +27,7 @@ from .logs import log
 from .streaming import DirectWrites
 
 KEEP_ALIVE_SECONDS = 5
+SENDING_SECONDS = 0.1  # lets the last answers be sent
 DEVICE_LOST = 3  # the exit code when the engine died
 
 
@@ -87,7 +88,7 @@ async def serve(
         log.info("draining", signal=name, requests=llm.num_requests, seconds=drain_seconds)
         is_whole = await llm.drain(drain_seconds)
         log.info("drained" if is_whole else "aborted what was left")
-        await asyncio.sleep(0.1)  # lets the last answers be sent
+        await asyncio.sleep(SENDING_SECONDS)
         server.should_exit = True
 
     def on_signal(number: int) -> None:
@@ -130,6 +131,8 @@ async def serve(
         died = llm.death is not None
         if not died:
             await llm.close()
+            if server.force_exit:  # running requests have failed just now
+                await asyncio.sleep(SENDING_SECONDS)
     return DEVICE_LOST if died else 0
 
 
