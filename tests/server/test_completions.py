@@ -59,7 +59,11 @@ def test_a_stream_joins_to_the_completion(http, post):
         ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 1},
+            {
+                "messages": [{"role": "user", "content": PROMPT}],
+                "logprobs": True,
+                "top_logprobs": 1,
+            },
         ),
     ],
 )
