@@ -384,6 +384,9 @@ class OddOnly:
     def accept(self, token_id: int) -> None:
         self.last = token_id
 
+    def find_error(self) -> str:
+        return ""
+
 
 def test_a_prompt_to_be_scored_gets_its_blocks_while_small_ones_keep_coming() -> None:
     engine = make_engine(num_blocks=10)

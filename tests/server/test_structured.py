@@ -54,6 +54,16 @@ def test_each_form_is_followed(post, seed):
     assert get(grammar='start: "x" /[0-9]{2}/')[0] == "x"
 
 
+def test_a_form_that_becomes_too_complex_is_named(post):
+    """It can be compiled, and fails when the allowed tokens are looked for."""
+    form = {"regex": "a{1000000}"}
+    status, body = post("/v1/completions", prompt="x", max_tokens=5, structured_outputs=form)
+    error = body["error"]
+    assert (status, error["code"]) == (400, "no_token_left")
+    assert "structured_outputs is too complex (lexer error: too many expr" in error["message"]
+    assert "\n" not in error["message"]
+
+
 def test_json_without_white_space(post, llm):
     spaces = llm.engine.tokenizer.encode(" ", add_special_tokens=False)
     likely = {str(token_id): 30.0 for token_id in spaces}

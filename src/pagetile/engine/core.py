@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from ..errors import EngineDeadError, RequestError
+from ..errors import EngineDeadError, NoTokenLeftError, RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
@@ -332,6 +332,10 @@ class Engine:
                 delta = advance(sequence, token_ids[at], tokens.logprobs.get(at))
             else:
                 self.scheduler.evict_from_prefix_cache(sequence)
+                if sequence.grammar is not None and (reason := sequence.grammar.find_error()):
+                    error = NoTokenLeftError(
+                        f"structured_outputs is too complex ({reason}): shorten its repetitions"
+                    )
                 delta = fail(sequence, error)
             self._deltas.append(delta)
             if delta.finish_reason is not None:

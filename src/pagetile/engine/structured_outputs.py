@@ -109,6 +109,10 @@ class Grammar(Protocol):
         """Advance by the sequence's next token."""
         ...
 
+    def find_error(self) -> str:
+        """Return why no further token can be allowed, or ""."""
+        ...
+
 
 class GrammarCompiler:
     """Compiles constraints for one tokenizer.
@@ -224,7 +228,12 @@ class _Grammar:
             RequestError: The token is not allowed, or the constraint has become too complex.
         """
         if not self._matcher.consume_token(token_id):
-            raise RequestError(f"structured output failed: {self._matcher.get_error()}")
+            raise RequestError(f"structured output failed: {self.find_error()}")
+
+    def find_error(self) -> str:
+        """Return why no further token can be allowed, or ""."""
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        return str(error).partition("\n")[0]  # the state of the parser follows
 
 
 def fill_masks(grammars: Sequence[Any], vocab_size: int) -> list[tuple[int, npt.NDArray[np.int32]]]:
