@@ -117,6 +117,12 @@ if not TYPE_CHECKING:  # a type checker would conclude from __getattr__ that eve
 
             return find_version()
         if name not in _HOMES:
+            if not name.startswith("_"):
+                from .engine.vllm_names import MODULE_NAMES
+
+                if name in MODULE_NAMES:  # "from pagetile import" drops an AttributeError's text
+                    reason = f"which is vLLM's: {MODULE_NAMES[name]}"
+                    raise ImportError(f"pagetile has no {name!r}, {reason}", name=__name__)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         globals()[name] = value

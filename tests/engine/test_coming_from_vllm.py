@@ -133,6 +133,26 @@ def test_an_option_of_vllm_s_names_what_takes_its_place():
         StructuredOutputsParams(structural_tag="{}")
 
 
+def test_an_argument_of_vllm_s_calls_names_what_takes_its_place(llm):
+    with pytest.raises(TypeError, match=r"LLM.generate has no option 'lora_request'.*merge them"):
+        llm.generate("x", lora_request=None)
+    with pytest.raises(TypeError, match=r"'prompt_token_ids', which is vLLM's: prompts are text"):
+        llm.generate(prompt_token_ids=[[1]])
+    with pytest.raises(TypeError, match=r"LLM.chat has no option 'tool'; did you mean tools\?"):
+        llm.chat([{"role": "user", "content": "x"}], tool=[])
+    with pytest.raises(TypeError, match=r"AsyncLLM.generate has no option 'priority'"):
+        AsyncLLM.generate(None, "x", priority=1)
+
+
+def test_an_import_from_vllm_names_what_takes_its_place():
+    with pytest.raises(ImportError, match=r"no 'TokensPrompt', which is vLLM's: give a dictionary"):
+        from pagetile import TokensPrompt  # noqa: F401
+    with pytest.raises(ImportError, match=r"import it from pagetile\.engine\.outputs"):
+        from pagetile import RequestOutput  # noqa: F401
+    assert not hasattr(pagetile, "genarate")
+    assert not {*vllm_names.MODULE_NAMES} & {*dir(pagetile)}
+
+
 def test_what_only_vllm_has_is_explained(llm):
     with pytest.raises(AttributeError, match=r"LLM has no 'embed'.*prompt_logprobs=0"):
         llm.embed(["x"])
@@ -168,7 +188,7 @@ def test_an_error_within_a_property_is_not_taken_for_an_absent_name():
         Broken().size  # noqa: B018
 
 
-@pytest.mark.parametrize("name", [name for name in vllm_names.__all__ if name.endswith("NAMES")])
+@pytest.mark.parametrize("name", ["LLM_NAMES", "ASYNC_LLM_NAMES"])
 def test_no_name_is_said_to_be_absent_that_is_there(name):
     cls = {"LLM_NAMES": LLM, "ASYNC_LLM_NAMES": AsyncLLM}[name]
     assert [absent for absent in getattr(vllm_names, name) if hasattr(cls, absent)] == []

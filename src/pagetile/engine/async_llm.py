@@ -23,14 +23,14 @@ from ..errors import EngineDeadError, OverloadedError, RequestError
 from .core import Engine
 from .engine_thread import EngineThread, call_soon
 from .input_processor import Prompt, check_params
-from .keywords import ExplainsAbsentNames
+from .keywords import ExplainsAbsentNames, refuse_unknown_keywords
 from .llm import LLM
 from .logprobs import LogprobDicts
 from .outputs import CompletionOutput, Delta, RequestOutput
 from .prompt_dictionary import parse_prompt
 from .request_stream import RequestStream
 from .sampling_params import SamplingParams
-from .vllm_names import ASYNC_LLM_NAMES
+from .vllm_names import ASYNC_LLM_NAMES, CALL_OPTIONS
 
 T = TypeVar("T")
 
@@ -123,6 +123,7 @@ class AsyncLLM(metaclass=ExplainsAbsentNames, of_vllm=ASYNC_LLM_NAMES):
 
     # --- of the event loop ------------------------------------------------------------------
 
+    @refuse_unknown_keywords(CALL_OPTIONS)
     async def generate(
         self,
         prompt: Prompt,

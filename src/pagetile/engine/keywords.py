@@ -9,11 +9,11 @@ from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-C = TypeVar("C", bound=type)
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 def refuse_unknown_keywords(of_vllm: Mapping[str, str]) -> Callable[[C], C]:
-    """Make an unknown keyword of ``cls(...)`` a TypeError that names the nearest known one.
+    """Make an unknown keyword of a class or method a TypeError that names the nearest known one.
 
     Args:
         of_vllm: Keywords that vLLM has, and what to do instead.
@@ -31,25 +31,32 @@ def refuse_unknown_keywords(of_vllm: Mapping[str, str]) -> Callable[[C], C]:
     TypeError: Cache has no option 'swap_space', which is vLLM's: leave it out
     """
 
-    def decorate(cls: C) -> C:
-        init: Any = vars(cls)["__init__"]
-        known = list(inspect.signature(init).parameters)[1:]
-
-        @functools.wraps(init)
-        def __init__(self: Any, *args: Any, **options: Any) -> None:
-            for name in options:
-                if name not in known:
-                    close = difflib.get_close_matches(name, known, 1)
-                    hint = f"; did you mean {close[0]}?" if close else f": see help({cls.__name__})"
-                    if name in of_vllm:
-                        hint = f", which is vLLM's: {of_vllm[name]}"
-                    raise TypeError(f"{cls.__name__} has no option {name!r}{hint}")
-            init(self, *args, **options)
-
-        cls.__init__ = __init__  # type: ignore[misc]
-        return cls
+    def decorate(target: C) -> C:
+        if not isinstance(target, type):
+            wrapped: C = _wrap(target, target.__qualname__, of_vllm)
+            return wrapped
+        init: Any = vars(target)["__init__"]
+        target.__init__ = _wrap(init, target.__name__, of_vllm)  # type: ignore[misc]
+        return target
 
     return decorate
+
+
+def _wrap(method: Callable[..., Any], owner: str, of_vllm: Mapping[str, str]) -> Any:
+    known = list(inspect.signature(method).parameters)[1:]
+
+    @functools.wraps(method)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {close[0]}?" if close else f": see help({owner})"
+                if name in of_vllm:
+                    hint = f", which is vLLM's: {of_vllm[name]}"
+                raise TypeError(f"{owner} has no option {name!r}{hint}")
+        return method(*args, **options)
+
+    return checked
 
 
 class ExplainsAbsentNames(ABCMeta):  # so that a subclass may be abstract as well

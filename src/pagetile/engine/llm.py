@@ -20,7 +20,7 @@ from .loading import load_engine
 from .outputs import Delta, RequestOutput
 from .prompt_dictionary import parse_prompt
 from .sampling_params import SamplingParams
-from .vllm_names import LLM_NAMES, LLM_OPTIONS
+from .vllm_names import CALL_OPTIONS, LLM_NAMES, LLM_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,6 +127,7 @@ class LLM(metaclass=ExplainsAbsentNames, of_vllm=LLM_NAMES):
             seed=seed, use_tqdm=use_tqdm,
         )  # fmt: skip
 
+    @refuse_unknown_keywords(CALL_OPTIONS)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -158,6 +159,7 @@ class LLM(metaclass=ExplainsAbsentNames, of_vllm=LLM_NAMES):
                 finally:
                     self._end_requests()
 
+    @refuse_unknown_keywords(CALL_OPTIONS)
     def chat(
         self,
         messages: Conversation | SequenceOf[Conversation],

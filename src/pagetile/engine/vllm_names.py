@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ASYNC_LLM_NAMES", "LLM_NAMES", "LLM_OPTIONS", "SAMPLING_OPTIONS", "STRUCTURED_OPTIONS"]
+__all__ = [
+    "ASYNC_LLM_NAMES",
+    "CALL_OPTIONS",
+    "LLM_NAMES",
+    "LLM_OPTIONS",
+    "MODULE_NAMES",
+    "SAMPLING_OPTIONS",
+    "STRUCTURED_OPTIONS",
+]
 
 _ONE_DEVICE = "a model runs on one device, leave it out"
 _LOCAL = "nothing is downloaded, give a directory as model"
 _NO_LORA = "there are no adapters here, merge them into the weights"
 _TEXT_ONLY = "models here generate text from text"
+_LOGITS = "SamplingParams has logit_bias, allowed_token_ids, bad_words and structured_outputs"
+_SAMPLES = "ask for n samples with logprobs=0 and compare cumulative_logprob"
+_KINDS = (
+    "AsyncLLM.generate yields all so far, AsyncLLM.stream and LLM.stream what is new, "
+    "LLM.generate the end"
+)
 
 LLM_OPTIONS: Mapping[str, str] = {
     "gpu_memory_utilization": "memory_fraction is a share of the free memory",
@@ -46,23 +60,34 @@ LLM_OPTIONS: Mapping[str, str] = {
     "runner": _TEXT_ONLY,
     "task": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "logits_processors": _LOGITS,
 }
 """Options of vLLM's ``LLM``, and what to do instead."""
 
+CALL_OPTIONS: Mapping[str, str] = {
+    "lora_request": _NO_LORA,
+    "prompt_token_ids": "prompts are text, or token ids, or a list of them",
+    "priority": "requests run in the order of arrival, leave it out",
+    "tokenization_kwargs": "give the token ids as the prompt",
+    "chat_template_content_format": "the template decides, leave it out",
+    "mm_processor_kwargs": _TEXT_ONLY,
+}
+"""Options of vLLM's ``generate`` and ``chat``, and what to do instead."""
+
 SAMPLING_OPTIONS: Mapping[str, str] = {
-    "output_kind": "AsyncLLM.generate yields all so far, AsyncLLM.stream and LLM.stream what is "
-    "new, LLM.generate the end",
+    "output_kind": _KINDS,
     "guided_decoding": "structured_outputs=StructuredOutputsParams(...)",
     "flat_logprobs": "logprobs are stored flat anyway, leave it out",
     "logprob_token_ids": "logprobs=k reports the k likeliest, and allowed_token_ids restricts them",
-    "logits_processors": "logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "logits_processors": _LOGITS,
     "spaces_between_special_tokens": "the tokenizer decides, leave it out",
     "truncate_prompt_tokens": "cut the token ids of the prompt",
     "skip_reading_prefix_cache": "LLM(enable_prefix_caching=False), or a cache_salt of its own",
     "extra_args": "there are no plugins, leave it out",
     "thinking_token_budget": "max_tokens bounds the whole output",
-    "best_of": "ask for n samples with logprobs=0 and compare cumulative_logprob",
-    "use_beam_search": "ask for n samples with logprobs=0 and compare cumulative_logprob",
+    "best_of": _SAMPLES,
+    "use_beam_search": _SAMPLES,
 }
 """Options of vLLM's ``SamplingParams``, and what to do instead."""
 
@@ -108,3 +133,19 @@ ASYNC_LLM_NAMES: Mapping[str, str] = {
     "pause_generation": "drain() waits for what runs and accepts nothing more",
 }
 """Attributes of vLLM's ``AsyncLLM``, and what to do instead."""
+
+MODULE_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("EngineArgs", "LLMEngine"), "LLM(model, ...)"),
+    **dict.fromkeys(("AsyncEngineArgs", "AsyncLLMEngine"), "AsyncLLM.load(model, ...)"),
+    **dict.fromkeys(
+        ("RequestOutput", "CompletionOutput"), "import it from pagetile.engine.outputs"
+    ),
+    "TextPrompt": "give a dictionary, {'prompt': text}",
+    "TokensPrompt": "give a dictionary, {'prompt_token_ids': ids}",
+    "GuidedDecodingParams": "StructuredOutputsParams",
+    "RequestOutputKind": _KINDS,
+    "BeamSearchParams": _SAMPLES,
+    "PoolingParams": _POOLING,
+    "LoRARequest": _NO_LORA,
+}
+"""Names that scripts import from vLLM, and what to do instead."""
