@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.exceptions import HTTPException
 
+from ..engine.sampling_params import SamplingParams
 from ..errors import (
     EngineDeadError,
     GenerationError,
@@ -24,6 +26,7 @@ from .logs import log
 
 RETRY_AFTER = "1"  # seconds
 _MOST_ERRORS = 1000
+_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 
 
@@ -80,8 +83,11 @@ class ApiError(Exception):
 
 def field_error(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400 that names the wrong field: ``param``, or what the message begins with."""
-    param = param or re.split(r"[^\w.]", message, maxsplit=1)[0]
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param or _first_name(message), code=code)
+
+
+def _first_name(message: str) -> str:
+    return re.split(r"[^\w.]", message, maxsplit=1)[0]
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -89,7 +95,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        name = _first_name(str(error))
+        return ApiError(400, str(error), param=name if name in _SAMPLING_FIELDS else None)
     if isinstance(error, OverloadedError):
         return ApiError(503, str(error), code="overloaded", headers={"Retry-After": RETRY_AFTER})
     if isinstance(error, EngineDeadError):
