@@ -221,12 +221,31 @@ def _ask(pipe: Connection, command: str | None) -> Any:
     if command is not None:
         pipe.send(command)
     try:
-        return pipe.recv()
+        answer = pipe.recv()
     except EOFError:
-        raise RuntimeError("the process of the engine has ended: see what it printed") from None
+        raise RuntimeError("the process of the engine was killed") from None
+    if isinstance(answer, _Failure):
+        raise RuntimeError(f"the process of the engine failed: {answer.reason}")
+    return answer
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The answer of a process that ends with an exception."""
+
+    reason: str
 
 
 def _run_engine(setup: Setup, pipe: Connection) -> None:
+    try:
+        _obey(setup, pipe)
+    except BaseException as error:
+        pipe.send(_Failure(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _obey(setup: Setup, pipe: Connection) -> None:
+    """Load the engine and execute commands until ``"end"``."""
     llm, requests = setup.load(), setup.requests()
     while (command := pipe.recv()) != "end":
         llm.reset_prefix_cache()  # or a turn would reuse the prompts of the one before

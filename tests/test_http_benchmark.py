@@ -114,3 +114,10 @@ def test_workload_n_over_http_is_what_the_engine_generates():
     assert found["share of the engine that streams"] > 0
     assert found["tokens an event"] >= 1
     assert found["ms to the first token, p50"] > 0
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_engines_process_is_reported():
+    setup = Setup(Model("tiny", TINY), "nonsense", torch.float32, num_prompts=1, longest=20)
+    with pytest.raises(RuntimeError, match=r"process of the engine failed: \w+: .*nonsense"):
+        compare_n(setup, turns=1)
