@@ -117,6 +117,10 @@ SHAPES = {
     "a cap of NaN": ({"logits_soft_cap": lambda _: math.nan}, "logits_soft_cap is nan"),
     "a negative bound": ({"max_query_len": lambda _: -1}, "max_query_len is -1"),
     "another negative bound": ({"max_seq_len": lambda _: -5}, "max_seq_len is -5"),
+    "a list as a bound": (
+        {"max_query_len": lambda _: [5]},
+        "max_query_len is [5], expected a Python int",
+    ),
     "a bound on a device": ({"max_seq_len": torch.tensor}, "max_seq_len is tensor(20) | .item()"),
     "a window without end": ({"sliding_window": lambda _: 2**70}, "sliding_window is | of 64 bits"),
     "q transposed in memory": (
@@ -367,6 +371,7 @@ def test_a_wrong_option_is_named_whatever_was_asked_before(options, error, messa
         ({"softmax_scale": 10**309}, "softmax_scale is 1000.*, expected a number"),
         ({"softmax_scale": "a"}, "softmax_scale is 'a', expected a number"),
         ({"logits_soft_cap": "a"}, "logits_soft_cap is 'a', expected a number"),
+        ({"logits_soft_cap": [1]}, r"logits_soft_cap is \[1\], expected a number"),
         ({"impl": ["cpu"]}, r"impl is \['cpu'\], expected a name"),
         ({"plan": 3}, "plan is 3, expected one that plan_paged_attention made"),
         ({"plan": {}}, "plan is {}, expected one that plan_paged_attention made"),

@@ -180,6 +180,8 @@ def paged_attention(
         check_readable("paged_attention", **tensors)
         if softmax_scale is not None:
             as_number("softmax_scale", softmax_scale)
+        if logits_soft_cap is not None:
+            as_number("logits_soft_cap", logits_soft_cap)
         check_plan(plan, impl)
         raise
 

@@ -66,6 +66,7 @@ def check_types(batch: Any, **arguments: Any) -> None:
         )
     check_tensors(**{name: arguments.pop(name) for name in TENSORS[:3]}, **given(**arguments))
     check_tensors(**{name: getattr(batch, name) for name in OF_BATCH})
+    _check_bounds(batch.max_query_len, batch.max_seq_len)
     shared: Any = batch.shared_prefixes
     if shared is not None:
         if not isinstance(shared, SharedPrefixes):
@@ -73,6 +74,15 @@ def check_types(batch: Any, **arguments: Any) -> None:
                 f"shared_prefixes is of type {type(shared).__name__}, expected SharedPrefixes"
             )
         check_tensors(cu_group_seqs=shared.cu_group_seqs, prefix_lens=shared.prefix_lens)
+
+
+def _check_bounds(max_query_len: Any, max_seq_len: Any) -> None:
+    for name, value in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if not is_size(value):
+            raise ShapeError(
+                f"{name} is {value!r}, expected a Python int from 0 to 2**31 - 1"
+                f"{': pass its .item(), or an upper bound' if isinstance(value, Tensor) else ''}"
+            )
 
 
 def check_plan(plan: Any, impl: Any, runs: str | None = None) -> None:
@@ -224,10 +234,4 @@ def _check_sizes(sizes: dict[str, int], form: CallForm) -> None:
             f"softmax_scale is {form.softmax_scale}, expected a finite number, or None for "
             "head_size ** -0.5"
         )
-    for name in ("max_query_len", "max_seq_len"):
-        value = getattr(form, name)
-        if not is_size(value):
-            raise ShapeError(
-                f"{name} is {value!r}, expected a Python int from 0 to 2**31 - 1"
-                f"{': pass its .item(), or an upper bound' if isinstance(value, Tensor) else ''}"
-            )
+    _check_bounds(form.max_query_len, form.max_seq_len)
