@@ -134,12 +134,12 @@ def test_an_option_of_vllm_s_names_what_takes_its_place():
 
 
 def test_an_argument_of_vllm_s_calls_names_what_takes_its_place(llm):
-    with pytest.raises(TypeError, match=r"LLM.generate has no option 'lora_request'.*merge them"):
-        llm.generate("x", lora_request=None)
-    with pytest.raises(TypeError, match=r"'prompt_token_ids', which is vLLM's: prompts are text"):
-        llm.generate(prompt_token_ids=[[1]])
+    with pytest.raises(TypeError, match=r"LLM.chat has no option 'lora_request'.*merge them"):
+        llm.chat([{"role": "user", "content": "x"}], lora_request=None)
     with pytest.raises(TypeError, match=r"LLM.chat has no option 'tool'; did you mean tools\?"):
         llm.chat([{"role": "user", "content": "x"}], tool=[])
+    with pytest.raises(TypeError, match=r"'prompt_token_ids', which is vLLM's: prompts are text"):
+        AsyncLLM.generate(None, prompt_token_ids=[[1]])
     with pytest.raises(TypeError, match=r"AsyncLLM.generate has no option 'priority'"):
         AsyncLLM.generate(None, "x", priority=1)
 

@@ -9,6 +9,7 @@ that the device does not wait for the host. Text is made while the device comput
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from ..errors import EngineDeadError, NoTokenLeftError, RequestError
+from ..errors import EngineDeadError, RequestError
 from ..kv_cache import BlockTable, PrefixIndex
 from ..kv_cache.storage import KVCache
 from ..models.paged_model import PagedModel
@@ -34,7 +35,7 @@ from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .step import LaunchedStep
 from .step_masks import encode_bad_words
-from .structured_outputs import GrammarCompiler, fill_masks
+from .structured_outputs import GrammarCompiler, explain_failure, fill_masks
 from .text_decoder import TextDecoder
 from .token_text import TokenText
 
@@ -114,7 +115,7 @@ class Engine:
         """New sequences whose prompt's log-probabilities are computed first."""
         self._last_read = 0.0
         self._requests: dict[Hashable, Request] = {}
-        self._next_id = self._num_grammars = 0
+        self._numbers, self._num_grammars = itertools.count(), 0
         self._is_torn = False
         """Whether a call has begun to change requests or blocks, and has not ended."""
         self.in_use = threading.Lock()
@@ -201,16 +202,11 @@ class Engine:
 
     def make_id(self) -> int:
         """Return the id of the next request that is added without one."""
-        while self._next_id in self._requests:  # a caller may have numbered others
-            self._next_id += 1
-        self._next_id += 1
-        return self._next_id - 1
+        # A caller may have numbered others.
+        return next(number for number in self._numbers if number not in self._requests)
 
     def abort(self, request_id: Hashable) -> list[Delta]:
-        """End a request and free its blocks, and return its sequences' last deltas.
-
-        No effect if it is unknown or finished.
-        """
+        """End a request, free its blocks, and return its last deltas; none if it is not running."""
         self._start_change()
         request, last = self._requests.get(request_id), list[Delta]()
         for sequence in request.sequences if request else ():
@@ -286,10 +282,9 @@ class Engine:
 
     def _launch(self, admits: bool) -> bool:
         """Schedule and launch a step; False if there is nothing to compute now."""
-        if not self.scheduler.has_work:
+        # With a grammar the next tokens depend on those that are not read.
+        if not self.scheduler.has_work or (self._in_flight and self._has_grammar()):
             return False
-        if self._in_flight and self._has_grammar():
-            return False  # the next tokens depend on those that are not read
         step = self.scheduler.schedule(in_flight=bool(self._in_flight), admits=admits)
         if step is None or not step.sequences:
             return False
@@ -310,8 +305,7 @@ class Engine:
     def _complete(self) -> None:
         """Read the oldest step in flight, and append its tokens to their sequences."""
         launched = self._in_flight[0]
-        step = launched.step
-        tokens = self._runner.read(launched)
+        step, tokens = launched.step, self._runner.read(launched)
         self._in_flight.popleft()
         self._record_time(launched)
         kept: SequenceOf[int] = range(len(step.sampled))
@@ -332,11 +326,7 @@ class Engine:
                 delta = advance(sequence, token_ids[at], tokens.logprobs.get(at))
             else:
                 self.scheduler.evict_from_prefix_cache(sequence)
-                if sequence.grammar is not None and (reason := sequence.grammar.find_error()):
-                    error = NoTokenLeftError(
-                        f"structured_outputs is too complex ({reason}): shorten its repetitions"
-                    )
-                delta = fail(sequence, error)
+                delta = fail(sequence, explain_failure(sequence.grammar, error))
             self._deltas.append(delta)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence, delta.finish_reason)

@@ -127,7 +127,6 @@ class LLM(metaclass=ExplainsAbsentNames, of_vllm=LLM_NAMES):
             seed=seed, use_tqdm=use_tqdm,
         )  # fmt: skip
 
-    @refuse_unknown_keywords(CALL_OPTIONS)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],

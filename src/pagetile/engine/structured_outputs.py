@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import RequestError, UnsupportedError
+from ..errors import GenerationError, NoTokenLeftError, RequestError, UnsupportedError
 from .keywords import refuse_unknown_keywords
 from .vllm_names import STRUCTURED_OPTIONS
 
@@ -234,6 +234,15 @@ class _Grammar:
         """Return why no further token can be allowed, or ""."""
         error = self._matcher.get_error() if self._matcher.is_error() else ""
         return str(error).partition("\n")[0]  # the state of the parser follows
+
+
+def explain_failure(grammar: Grammar | None, error: GenerationError) -> GenerationError:
+    """Return why a sequence has no token: the limit that its grammar reached, else ``error``."""
+    if grammar is None or not (reason := grammar.find_error()):
+        return error
+    return NoTokenLeftError(
+        f"structured_outputs is too complex ({reason}): shorten its repetitions"
+    )
 
 
 def fill_masks(grammars: Sequence[Any], vocab_size: int) -> list[tuple[int, npt.NDArray[np.int32]]]:
