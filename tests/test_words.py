@@ -106,3 +106,11 @@ def test_a_class_s_name_has_one_meaning():
                 places[node.name].append(str(path.relative_to(ROOT)))
     repeated = {name: found for name, found in places.items() if len(found) > 1}
     assert repeated.keys() == ROLES.keys(), repeated
+
+
+def test_pages_that_people_write_stay_within_20_000_words():
+    """``docs/learn`` and generated tables aside."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    table = re.compile("<!-- table:.*?<!-- end -->[^\n]*\n", re.DOTALL)
+    texts = [page.read_text("utf-8") for page in pages if "learn" not in page.parts]
+    assert sum(len(table.sub("", text).split()) for text in texts) <= 20_000
