@@ -658,7 +658,13 @@ def test_vllm_s_sampling_defaults_may_be_asked_for(greedy_checkpoint: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[]", "is a JSON list"), ('{"top_p": 3}', "top_p=3: expected")],
+    [
+        ("{", "is not JSON"),
+        ("[]", "is a JSON list"),
+        ('{"top_p": 3}', "top_p=3: expected"),
+        ('{"temperature": "x"}', "temperature='x': expected"),
+        ('{"top_k": true}', "top_k=True: expected"),
+    ],
 )
 def test_a_bad_generation_config_is_named(greedy_checkpoint: Path, text: str, message: str) -> None:
     (greedy_checkpoint / "generation_config.json").write_text(text)

@@ -334,10 +334,18 @@ def test_a_checkpoint_need_not_have_a_tokenizer(directory):
     assert load_tokenizer(directory) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": 3}'])
-def test_a_garbled_tokenizer(directory, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "tokenizer.json is not JSON"),
+        ("{", "tokenizer.json is not JSON"),
+        ("{}", "its tokenizer cannot be read"),
+        ('{"model": 3}', "its tokenizer cannot be read"),
+    ],
+)
+def test_a_garbled_tokenizer(directory, text, message):
     (directory / "tokenizer.json").write_text(text)
-    with pytest.raises(RequestError, match="its tokenizer cannot be read") as caught:
+    with pytest.raises(RequestError, match=message) as caught:
         load_tokenizer(directory)
     assert "\n" not in str(caught.value)
 

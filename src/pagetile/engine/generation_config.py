@@ -30,7 +30,7 @@ def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
         Values by the names of ``SamplingParams``; empty where the checkpoint has no such file.
 
     Raises:
-        RequestError: The file is not a JSON object, or a value is out of range.
+        RequestError: The file is not a JSON object, or a value is wrong.
     """
     if model is None:
         return {}
@@ -46,8 +46,7 @@ def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
     found = {
         name: config[configured]
         for configured, name in _SAMPLING.items()
-        if isinstance(config.get(configured), (int, float))
-        and not isinstance(config[configured], bool)
+        if config.get(configured) is not None
     }
     try:
         SamplingParams(**found)

@@ -95,8 +95,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast | No
     directory = _find_directory(path)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    with _quiet(), explained(f"{directory}: its tokenizer cannot be read"):
-        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    try:
+        with _quiet(), explained(f"{directory}: its tokenizer cannot be read"):
+            tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    except RequestError:
+        for name in _TOKENIZER_FILES:  # Transformers' error does not say which is not JSON
+            if name.endswith(".json") and (directory / name).is_file():
+                _read_json(directory / name)
+        raise
     tokenizer.deprecation_warnings[_LENGTH_WARNING] = True  # as if shown: the engine refuses those
     return tokenizer
 
