@@ -39,6 +39,8 @@ def tried(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "refusing_to_wait", refusing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     return sizes, step
 
 

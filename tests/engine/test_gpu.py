@@ -349,3 +349,10 @@ def test_all_sizes_are_recorded_before_the_first_request(recorded: LLM) -> None:
     graphs = recorded.engine._runner.kernels.prompt_graphs
     assert graphs.recorded_sizes == graphs.sizes
     assert graphs.sizes[-1] == recorded.engine.scheduler.max_num_batched_tokens == 8192
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
+def test_an_engine_runs_on_another_gpu_than_the_current_one(recorded: LLM) -> None:
+    other = LLM(dtype="float32", device="cuda:1", num_blocks=256, max_num_seqs=8)
+    assert torch.cuda.current_device() == 0
+    assert tokens(other, PROMPTS, GREEDY) == tokens(recorded, PROMPTS, GREEDY)

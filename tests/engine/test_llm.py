@@ -979,5 +979,5 @@ def test_the_path_from_generate_to_a_token_is_short() -> None:
     page = (Path(__file__).parents[2] / "docs/engine.md").read_text()
     assert set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE)) == files.keys()
     assert len(files) <= 14, files
-    assert sum(files.values()) <= 2599, files
+    assert sum(files.values()) <= 2600, files
     assert num_lines <= 908, num_lines

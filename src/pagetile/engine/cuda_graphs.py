@@ -11,6 +11,7 @@ get no token::
 
 from __future__ import annotations
 
+import functools
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -122,13 +123,19 @@ class StepGraphs:
                 raise
             self.reasons[(size, *form)] = f"its forward waits for the device: {error}"
             return
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
         with (
-            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"),
             _without_garbage_collection(),
         ):
             result = self._step(size, *form)
         self._recorded[(size, *form)] = graph, result
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return a GPU's stream for captures; torch's own is of the GPU that captured first."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

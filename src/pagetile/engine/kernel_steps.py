@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class KernelSteps:
         prompt_graphs: CUDA graphs of steps that compute prompts, sampling included; likewise.
         prompt_buffers: The static inputs of these.
         min_saved_tokens: Fewest keys that sharing prefixes must save in a step to be faster.
+        on_device: Within it the model's GPU is the current one, where Triton launches kernels.
     """
 
     def __init__(
@@ -63,6 +65,9 @@ class KernelSteps:
         self.model, self.sampler, self.max_model_len = model, sampler, max_model_len
         self.min_saved_tokens = -(-GPU_BYTES // _bytes_per_key(cache))
         self._tables, self._block_size = tables, cache.block_size
+        self.on_device: AbstractContextManager[None] = (
+            torch.cuda.device(tables.device) if tables.is_cuda else nullcontext()
+        )
         with torch.inference_mode(False):  # so that replays need not enter inference mode
             self._begin = DecodeBuffers(tables, sampler, cache.block_size)
             inbox, num_rows = self._begin.inbox, len(tables)
@@ -97,7 +102,7 @@ class KernelSteps:
         decode = [(self.graphs, size, True, False) for size in self.graphs.sizes]
         decode += [(self.graphs, size, True, True) for size in self._shared_sizes()]
         prompts = [(self.prompt_graphs, size) for size in self.prompt_graphs.sizes]
-        with torch.inference_mode():
+        with torch.inference_mode(), self.on_device:
             for graphs, *form in show([*reversed(prompts), *reversed(decode)]):
                 graphs.ensure(*form)
             from .triton_draw import FEWEST_ROWS, compile_masks

@@ -77,9 +77,10 @@ class Runner:
         if kernels is None:
             launch = self._decode if step.is_decode else self._compute
             return LaunchedStep(step, *launch(step, masks), None, started)
-        kernels.start(step)
-        rows, results = (kernels.decode if step.is_decode else self._compute)(step, masks)
-        return LaunchedStep(step, rows, results, kernels.record(), started)
+        with kernels.on_device:
+            kernels.start(step)
+            rows, results = (kernels.decode if step.is_decode else self._compute)(step, masks)
+            return LaunchedStep(step, rows, results, kernels.record(), started)
 
     def wait(self) -> None:
         """Wait for all launched work, that of steps that failed half-way included.
