@@ -238,13 +238,13 @@ class _Failure:
 
 def _run_engine(setup: Setup, pipe: Connection) -> None:
     try:
-        _obey(setup, pipe)
+        _run_commands(setup, pipe)
     except BaseException as error:
         pipe.send(_Failure(f"{type(error).__name__}: {error}"))
         raise
 
 
-def _obey(setup: Setup, pipe: Connection) -> None:
+def _run_commands(setup: Setup, pipe: Connection) -> None:
     """Load the engine and execute commands until ``"end"``."""
     llm, requests = setup.load(), setup.requests()
     while (command := pipe.recv()) != "end":

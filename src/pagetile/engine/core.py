@@ -206,7 +206,7 @@ class Engine:
         return next(number for number in self._numbers if number not in self._requests)
 
     def abort(self, request_id: Hashable) -> list[Delta]:
-        """End a request, free its blocks, and return its last deltas; none if it is not running."""
+        """End a request, free its blocks, and return its last deltas; none if it has ended."""
         self._start_change()
         request, last = self._requests.get(request_id), list[Delta]()
         for sequence in request.sequences if request else ():

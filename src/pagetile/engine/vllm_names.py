@@ -106,7 +106,7 @@ _POOLING = (
 LLM_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _POOLING),
     "from_engine_args": "LLM(model, ...)",
-    "beam_search": "ask generate for n samples with logprobs=0 and compare cumulative_logprob",
+    "beam_search": _SAMPLES,
     "llm_engine": "engine",
     "model_config": "engine.max_model_len, engine.model.config",
     "set_tokenizer": "LLM(tokenizer=...)",

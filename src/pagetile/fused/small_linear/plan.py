@@ -247,8 +247,8 @@ def is_faster_in_parts(problem: Problem) -> bool:
 
 _MOST_ROWS_CPU = 64
 _MOST_ROWS_WITH = {torch.bfloat16: ("amx-bf16", 4), torch.float16: ("avx512fp16", 16)}
-"""Instructions that torch multiplies a type by, and up to how many rows it is slower all the same
-(measured on a Xeon, weights 4096 x 4096)."""
+"""By type: instructions that torch uses where the CPU has them, and the rows up to which it is
+slower even so (measured on a Xeon, weights 4096 x 4096)."""
 _LEAST_BYTES_CPU = {4: 1 << 18, 2: 1 << 16}
 """Bytes of a weight, by element size: below that, the call takes longer than the product."""
 

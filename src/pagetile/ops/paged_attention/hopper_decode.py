@@ -8,9 +8,9 @@ across the ends of heads and sequences, so memory is not idle while a head is fi
     ring     ▓▓▓▓▓  ▓▓▓▓▓  ▓▓▓▓▓   ▓▓▓▓▓
     compute         0      1       2  finish  0 ...
 
-A tile may hold several neighbouring KV heads (``HEADS``). Two heads of an
-8-bit cache share a softmax, and 256 neighbouring bytes are read faster than twice 128. Others share
-sectors, since memory is read 64 bytes at a time::
+A tile may hold several neighbouring KV heads (``HEADS``). Two heads of an 8-bit cache share a
+softmax, and 256 neighbouring bytes are read faster than twice 128. Others share sectors, since
+memory is read 64 bytes at a time::
 
     bytes read at once  ├──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┼──── 64 ────┤
     heads of 80         ├─────────── head 0 ──────────┼─────────── head 1 ──────────┤

@@ -612,8 +612,7 @@ def _portable_tiles(problem: Problem, device: DeviceInfo) -> DecodeTiles:
         num_stages = 2 if has_many_rows and is_8_bit else 3
         return DecodeTiles(64, 8 if has_many_rows or is_8_bit else 4, num_stages, 2)
     if width > 256:
-        is_wide = has_many_rows or is_8_bit
-        return DecodeTiles(32, 8, 2, 1) if is_wide else DecodeTiles(32, 4, 2, 2)
+        return DecodeTiles(32, 8, 2, 1) if has_many_rows or is_8_bit else DecodeTiles(32, 4, 2, 2)
     return (
         DecodeTiles(32, 8, 2, 1) if has_many_rows else DecodeTiles(64, 8 if is_8_bit else 4, 2, 2)
     )

@@ -12,6 +12,9 @@ MAX_LOGIT_SCALE = 4.605170185988092
 """log 100, at which Swin v2 clamps its learned logarithm of the scale."""
 LEAST_SCORE = torch.finfo(torch.float32).min * math.log(2)
 """Masks and biases below it count as -inf: times log2(e), float32 cannot hold them."""
+MOST_TOP = 1024.0
+"""Largest log-sum-exp, in base 2, whose rounding to float32 changes weights by less than 1e-4; next
+to masks of -1e9 it has lost the logarithm of the sum."""
 
 
 @dataclass(frozen=True, eq=False)

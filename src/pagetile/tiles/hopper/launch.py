@@ -27,6 +27,13 @@ _Lent = TypeVar("_Lent")
 _LOG2_E = 1 / math.log(2)
 _ROWS = _COLUMNS = 64  # rows of a warpgroup, columns of an atom
 
+_STRIDES = tuple(f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head"))
+_SCALES = ("k_scale", "v_scale")
+_SCALE_STRIDES = tuple(f"{cache}s_{which}" for cache in "kv" for which in ("block", "slot", "head"))
+_SCRATCH = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
+_OPTIONAL = (*_STRIDES, *_SCALES, *_SCALE_STRIDES, *_SCRATCH)
+"""The kernel's last parameters before its constants."""
+
 
 def refuse_device(device: DeviceInfo) -> str | None:
     """Return why kernels for Hopper cannot run on a device, or None if they can."""
@@ -327,14 +334,6 @@ def make_launcher(config: ForwardConfig) -> GluonLauncher:
     boxes = {name: box for name in types if types[name] == types["q_desc"]}
     constants = unread | _list_constants(config)
     return GluonLauncher(forward_kernel, types, constants, boxes=boxes, num_warps=4, **options)
-
-
-_STRIDES = tuple(f"{cache}_{which}" for cache in "kv" for which in ("block", "slot", "head"))
-_SCALES = ("k_scale", "v_scale")
-_SCALE_STRIDES = tuple(f"{cache}s_{which}" for cache in "kv" for which in ("block", "slot", "head"))
-_SCRATCH = {"accs": "*fp32:16", "sums": "*fp32:16", "arrivals": "*i32"}
-_OPTIONAL = (*_STRIDES, *_SCALES, *_SCALE_STRIDES, *_SCRATCH)
-"""The kernel's last parameters before its constants."""
 
 
 def _list_types(config: ForwardConfig) -> dict[str, str]:

@@ -13,6 +13,7 @@ import numpy as np
 from ....tiles.cpu.compile import allocating, entry, folded, inner
 from ....tiles.cpu.simd import LOG2_E, take_number
 from ....tiles.cpu.threads import on_team
+from ..problem import MOST_TOP
 from .forward_kernel import (
     load_bias,
     load_keys,
@@ -42,10 +43,6 @@ from .tiles import (
     subtract_maximum,
     subtract_row,
 )
-
-_MOST_TOP = 1024.0
-"""Largest log-sum-exp, in base 2, that weights are recomputed from: beyond it, rounded to float32,
-it may lose more than 1e-4 of them; next to masks of -1e9 it has lost the logarithm of the sum."""
 
 GradientArrays = namedtuple("GradientArrays", "dq dk dv dtable dscale")
 SavedForward = namedtuple("SavedForward", "out lse dout dout_strides dlse")
@@ -131,7 +128,7 @@ def _weights_and_gradients(x, z, w, saved, window, slot, head, first, num_rows):
     at = (window * x.num_heads + head) * x.num_tokens + first
     for r in range(num_rows):
         top = saved.lse[at + r] * LOG2_E
-        if _MOST_TOP < abs(top) < np.inf:
+        if MOST_TOP < abs(top) < np.inf:
             top = subtract_maximum(w.s, r * z.width, z.width)
         w.tops[r] = top if top != -np.inf else np.float32(0)  # NaN stays NaN
         if len(saved.dlse):

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ....tiles.triton.online_softmax import finite, update_softmax
+from .. import problem
 from .tiles import (
     RELOADED,
     find_pivot,
@@ -37,8 +38,7 @@ from .tiles import (
     score_tile,
 )
 
-MOST_TOP = tl.constexpr(1024.0)
-"""Largest log-sum-exp in base 2 whose rounding to float32 changes weights by less than 1e-4."""
+MOST_TOP = tl.constexpr(problem.MOST_TOP)
 
 
 @triton.jit

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from ....tiles.triton.online_softmax import LOG2_E
+from .. import problem
 
 NO_BIAS, TABLE, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RELOADED, REGISTERS, SHARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_MASK, REGIONS, MATRIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-MAX_LOGIT_SCALE = tl.constexpr(4.605170185988092)
+MAX_LOGIT_SCALE = tl.constexpr(problem.MAX_LOGIT_SCALE)
 LARGEST = tl.constexpr(60_000.0)  # bound of a cached bias times log2(e), to fit in float16
 
 
