@@ -216,6 +216,18 @@ def test_decode_beside_a_prefill_waits_at_its_end(tmp_path):
     assert count_waits(call.launch.launcher, tmp_path) == (1, 0)
 
 
+def test_equal_strides_of_keys_and_values_are_multiplied_once(tmp_path):
+    """With 14 rows of a head the loading warps had spilled values' places, in every tile."""
+    question = problem(4, 128)
+    values = call_form(question, features=False).v_cache
+    apart = values._replace(strides=(2 * values.strides[0], *values.strides[1:]))
+    together, each = (
+        assert_fits(make_launcher(SPECIALISED, question, **changes), tmp_path).count("mul.wide.s32")
+        for changes in ({}, {"v_cache": apart})
+    )
+    assert each - together == 8, "rows of a tile that a thread copies"
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)
 def test_e4m3_is_refused_where_triton_does_not_compile_it(capability):
     device = DeviceInfo("cuda", 108, "a GPU", capability=capability)

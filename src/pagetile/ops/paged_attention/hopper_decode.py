@@ -68,6 +68,7 @@ def decode_kernel(
     INDEPENDENT: gl.constexpr,  # whether the previous kernel writes nothing that is read here
     HEADS: gl.constexpr,  # KV heads of the caches that are joined into one of ``num_kv_heads``
     SCALE_UNIT: gl.constexpr,  # neighbouring tokens whose scales are loaded at once
+    SAME_PLACES: gl.constexpr,  # whether values have the strides of keys
 ):  # fmt: skip
     """See the module docstring."""
     gdc_launch_dependents()
@@ -141,7 +142,7 @@ def decode_kernel(
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
                     SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_SHIFT,
-                    SPLITS_FIXED, VISIBLE, EARLY, HEADS, SCALE_UNIT,
+                    SPLITS_FIXED, VISIBLE, EARLY, HEADS, SCALE_UNIT, SAME_PLACES,
                 )),
             ],
             worker_num_warps=[FETCH_WARPS],

@@ -100,7 +100,7 @@ def fetch_role(
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
-    HEADS: gl.constexpr, SCALE_UNIT: gl.constexpr,
+    HEADS: gl.constexpr, SCALE_UNIT: gl.constexpr, SAME_PLACES: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of every tile of the range into the ring, in order.
 
@@ -172,7 +172,9 @@ def fetch_role(
                 TILE_N, VISIBLE,
             )  # fmt: skip
             row = _place_of(block, k_block, slot * k_slot + head * HEADS * k_head, 8)
-            v_row = _place_of(block, v_block, slot * v_slot + head * HEADS * v_head, 8)
+            v_row = row
+            if not SAME_PLACES:
+                v_row = _place_of(block, v_block, slot * v_slot + head * HEADS * v_head, 8)
             v_row = gl.convert_layout(v_row, gl.SliceLayout(1, v_layout))
             v_key = tile * TILE_N + v_keys
             v_used = (v_key >= first_key) & (v_key < end_key)

@@ -595,7 +595,10 @@ def _hopper_tiles(problem: Problem) -> DecodeTiles:
         return DecodeTiles(64, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 3, 2, 128, 72)
     if problem.width <= 64:
         return DecodeTiles(64, 4, 3, 2, 128, 80)
-    return DecodeTiles(32, 4, 3, 1, 168, 88) if is_wide else DecodeTiles(64, 4, 2, 2, 128, 80)
+    if is_wide:
+        return DecodeTiles(32, 4, 3, 1, 168, 88)
+    # With more rows the computing warps need more registers.
+    return DecodeTiles(64, 4, 2, 2, 128, 80 if problem.rows <= 8 else 72)
 
 
 def _portable_tiles(problem: Problem, device: DeviceInfo) -> DecodeTiles:

@@ -475,6 +475,7 @@ def _constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool) ->
         "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
         "SCALE_UNIT": unit,
+        "SAME_PLACES": form.k_cache.strides[:3] == form.v_cache.strides[:3],
         # Single scales of tokens go through the L1 cache, which may hold stale ones. Lengths that
         # are not contiguous are copied by the previous kernel.
         "EARLY": form.allows_early_reads
