@@ -16,7 +16,7 @@ memory is read 64 bytes at a time::
     heads of 80         ├─────────── head 0 ──────────┼─────────── head 1 ──────────┤
 
 With ``EARLY`` (``PagedBatch.allows_early_reads``) the kernel waits for the previous one only before
-it loads queries, and tiles with keys of new tokens. With ``INDEPENDENT`` it waits only at its end:
+it loads queries, and tiles with keys of new tokens. With ``INDEPENDENT`` one CTA waits, at its end:
 the previous kernel is the prefill of the same call, and they share no scratch memory.
 """
 
@@ -148,5 +148,7 @@ def decode_kernel(
             worker_num_warps=[FETCH_WARPS],
             worker_num_regs=[FETCH_REGS],
         )  # fmt: skip
-    if INDEPENDENT:
-        gdc_wait()  # so that a kernel that waits for this one also waits for the previous one
+    # A kernel that waits for this one must also wait for the previous one. One CTA suffices; others
+    # leave their multiprocessor to CTAs that have not started.
+    if INDEPENDENT and program == 0:
+        gdc_wait()
