@@ -95,9 +95,9 @@ def test_pages_are_counted_from_bounds():
     assert count(num_seqs=3, num_tokens=3 * 4096) == 3 * 8
     # With a window, keys to the left of the first token's are left out, but not parts of a page.
     assert count(100_000, sliding_window=100, max_query_len=500, num_tokens=500) == 6
-    # Of 400 tokens in sequences of more than 4 there are 80 at most.
-    assert short_len(replace(PROMPT, num_seqs=300, num_tokens=400)) == 4
-    assert count(128, num_seqs=300, num_tokens=400) == 80
+    # Of 400 tokens in sequences of more than 2 there are 133 at most.
+    assert short_len(replace(PROMPT, num_seqs=300, num_tokens=400)) == 2
+    assert count(128, num_seqs=300, num_tokens=400) == 133
     assert count(128, num_seqs=20, num_tokens=400) == 20
 
 

@@ -34,8 +34,9 @@ DECODE_ROWS = 64
 HOPPER_ROWS = 16
 """Most rows that ``hopper_decode`` takes of 8-bit caches and of wide heads."""
 
-SHORT_ROWS = 16
-"""Up to this many rows, a sequence of a mixed batch goes to the decode kernel, not to prefill."""
+SHORT_ROWS = 8
+"""Up to this many rows, a sequence of a mixed batch goes to the decode kernel, not to prefill. One
+new token of up to 16 heads does, too. With room for 16 rows of all sequences decode is slower."""
 
 GPU_SPLIT_SIZE = 1024
 """Keys of one split where a result must not depend on the batch."""
@@ -476,7 +477,8 @@ def short_len(problem: Problem) -> int:
     A prefill tile of so few rows would be nearly empty, and one CTA would read all its keys.
     """
     is_mixed = problem.num_tokens < problem.num_seqs * problem.max_query_len
-    return SHORT_ROWS // problem.group if is_mixed else 0
+    rows = SHORT_ROWS if problem.group <= SHORT_ROWS else MERGED_ROWS
+    return rows // problem.group if is_mixed else 0
 
 
 def _multiplies_float32(problem: Problem) -> bool:
