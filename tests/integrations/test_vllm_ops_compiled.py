@@ -101,15 +101,25 @@ def test_other_calls(changes, tmp_path):
     compile_and_count(launcher_of(BF16, BF16, 128, **changes), tmp_path)
 
 
+CACHES = [(BF16, BF16), (F32, F32), (BF16, E4M3), (F16, E5M2)]
+CACHE_SIZES = (64, 80, 256)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), [(BF16, BF16), (F32, F32), (BF16, E4M3), (F16, E5M2)], ids=str
+    ("dtypes", "size"),
+    [
+        *zip(CACHES, (*CACHE_SIZES, 80), strict=True),
+        *(
+            pytest.param(dtypes, size, marks=pytest.mark.slow)
+            for dtypes in CACHES
+            for size in CACHE_SIZES
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("size", [64, 80, 256])
-def test_reshape_and_cache_stores_sixteen_bytes_of_a_key_at_a_time(
-    dtype, cache_dtype, size, tmp_path
-):
+def test_reshape_and_cache_stores_sixteen_bytes_of_a_key_at_a_time(dtypes, size, tmp_path):
     ptx = compile_and_count(
-        triton_cache.make_launcher(dtype, cache_dtype, size, 16, is_aligned=True), tmp_path
+        triton_cache.make_launcher(*dtypes, size, 16, is_aligned=True), tmp_path
     )
     assert "st.global.v4.b32" in ptx
 

@@ -1,4 +1,8 @@
-"""Every shipped configuration of the small GPU kernels compiles for Hopper, without a GPU."""
+"""The small GPU kernels compile for Hopper, without a GPU.
+
+Every run compiles each kernel with each size, type and option, and ``pytest -m slow`` every shipped
+combination of them.
+"""
 
 import itertools
 import re
@@ -52,6 +56,14 @@ def draw_by_turns(cases, numbers):
     for at, (case, number) in enumerate(itertools.product(cases, numbers)):
         is_drawn = at // len(numbers) % len(numbers) == at % len(numbers)
         yield (*case, number) if is_drawn else rarely((*case, number))[0]
+
+
+def draw_each(*axes):
+    """All combinations; only as many of them as have every value once are not rare."""
+    most = max(map(len, axes))
+    drawn = [tuple(axis[at % len(axis)] for axis in axes) for at in range(most)]
+    for case in itertools.product(*axes):
+        yield case if case in drawn else rarely(case)[0]
 
 
 def check_registers(compiled, tmp_path):
@@ -145,8 +157,9 @@ def test_copy_blocks_moves_words_of_the_width_that_it_is_given(word, tmp_path):
     assert re.search(rf"@%p\d+ st.global{width} ", ptx)
 
 
-@pytest.mark.parametrize("width", [8, 72, 128, 512])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width"), [*draw_each([F32, F16, BF16], [8, 72, 128, 512])], ids=str
+)
 def test_merge_states(dtype, width, tmp_path):
     factor = 16 // dtype.itemsize
     ptx = assert_fits(
@@ -156,8 +169,8 @@ def test_merge_states(dtype, width, tmp_path):
     assert "st.global.v4.b32" in ptx
 
 
-PLAIN = [(new, cache, "none") for new, cache in itertools.product((F32, F16, BF16), repeat=2)]
-EIGHT_BITS = itertools.product((F16, BF16), (E4M3, E5M2, INT8), ("head", "token"))
+PLAIN = draw_each([F32, F16, BF16], [BF16, F32, F16], ["none"])
+EIGHT_BITS = draw_each([F16, BF16], [E4M3, E5M2, INT8], ["head", "token"])
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "scales"), [*PLAIN, *EIGHT_BITS], ids=str)
@@ -179,25 +192,27 @@ def test_write_kv_of_other_sizes(size, v_size, block_size, tmp_path):
     assert_fits(launcher, tmp_path)
 
 
-@pytest.mark.parametrize("fills", [False, True])
-@pytest.mark.parametrize("size", [6, 36, 288])
+@pytest.mark.parametrize(("fills", "size"), [*draw_each([False, True], [6, 36, 288])])
 def test_rows_of_a_map_move_sixteen_bytes_at_a_time(size, fills, tmp_path):
     ptx = assert_fits(gather_rows.make_launcher(torch.int64, size, fills, is_wide=True), tmp_path)
     assert "ld.global.v2.b64" in ptx
     assert "st.global.v2.b64" in ptx
 
 
-@pytest.mark.parametrize("word", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_rows_of_a_map_of_any_width(word, tmp_path):
-    for size in (1, 3, 1100):
-        assert_fits(gather_rows.make_launcher(word, size, fills=True, is_wide=False), tmp_path)
+WORDS = [torch.int8, torch.int16, torch.int32, torch.int64]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "residual"), [(BF16, "none"), (BF16, "plain"), (BF16, "norm"), (F32, "norm")], ids=str
-)
-@pytest.mark.parametrize("chunks", [1, 128])
-def test_instance_norm(chunks, dtype, residual, tmp_path):
+@pytest.mark.parametrize(("word", "size"), [*draw_each(WORDS, [1, 3, 1100])], ids=str)
+def test_rows_of_a_map_of_any_width(word, size, tmp_path):
+    assert_fits(gather_rows.make_launcher(word, size, fills=True, is_wide=False), tmp_path)
+
+
+INSTANCE_NORMS = [(BF16, "none"), (BF16, "plain"), (BF16, "norm"), (F32, "norm")]
+
+
+@pytest.mark.parametrize(("chunks", "form"), [*draw_each([1, 128], INSTANCE_NORMS)], ids=str)
+def test_instance_norm(chunks, form, tmp_path):
+    dtype, residual = form
     tile = instance_norm.ONE_TILE[residual] if chunks == 1 else instance_norm.TILE
     names = list(instance_norm.KERNELS) if chunks > 1 else ["finish", "finish_gradients"]
     for name in names:
@@ -207,11 +222,14 @@ def test_instance_norm(chunks, dtype, residual, tmp_path):
         assert "ld.global.v4.b32" in ptx
 
 
-@pytest.mark.parametrize("size", [72, 128, 1024, 5120, 16384])
+RMS_NORMS = [(BF16, "rounded"), (F16, "scaled"), (F32, "shifted")]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [(BF16, "rounded"), (F16, "scaled"), (F32, "shifted")], ids=str
+    ("form", "size"), [*draw_each(RMS_NORMS, [72, 128, 1024, 5120, 16384])], ids=str
 )
-def test_rms_norm(dtype, kind, size, tmp_path):
+def test_rms_norm(form, size, tmp_path):
+    dtype, kind = form
     factor = 16 // dtype.itemsize
     ptx = assert_fits(rms_norm.make_launcher(dtype, size, kind, factor, is_aligned=True), tmp_path)
     assert "ld.global.v4.b32" in ptx
@@ -255,11 +273,12 @@ def test_rms_norm_at_any_address(tmp_path):
     assert_fits(rms_norm.make_launcher(BF16, 77, "rounded", 1, is_aligned=False), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("size", "half", "is_shared"), [(128, 64, False), (80, 16, False), (64, 32, True)]
-)
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_rotary(dtype, size, half, is_shared, tmp_path):
+ROTATIONS = [(128, 64, False), (80, 16, False), (64, 32, True)]
+
+
+@pytest.mark.parametrize(("dtype", "form"), [*draw_each([F32, F16, BF16], ROTATIONS)], ids=str)
+def test_rotary(dtype, form, tmp_path):
+    size, half, is_shared = form
     factor = 16 // dtype.itemsize
     launcher = rotary.make_launcher(dtype, (16, 8), size, half, is_shared, factor, is_aligned=True)
     ptx = assert_fits(launcher, tmp_path)
@@ -274,10 +293,14 @@ def test_rotary_at_any_address(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [("", "rounded"), ("shifted", "shifted")])
-@pytest.mark.parametrize("size", [72, 1024, 5120, 16384])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_add_norm(dtype, size, before, after, tmp_path):
+NORMS = [("", "rounded"), ("shifted", "shifted")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "norms"), [*draw_each([F32, BF16], [72, 1024, 5120, 16384], NORMS)], ids=str
+)
+def test_add_norm(dtype, size, norms, tmp_path):
+    before, after = norms
     launcher = add_norm.make_launcher(dtype, size, before, after, is_aligned=True, is_early=True)
     ptx = assert_fits(launcher, tmp_path, spilled=128 if size == 16384 else 0)
     assert "ld.global.v4.b32" in ptx
@@ -287,8 +310,11 @@ def test_add_norm(dtype, size, before, after, tmp_path):
     )
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [*draw_each([F32, F16, BF16], ["silu", "gelu", "gelu_tanh", "relu"])],
+    ids=str,
+)
 def test_gated_activation(dtype, activation, tmp_path):
     ptx = assert_fits(
         gated_activation.make_launcher(dtype, 3072, activation, is_aligned=True, is_early=True),
