@@ -4,6 +4,9 @@ QUICK := tests/kv_cache tests/ops/test_paged_attention_checks.py tests/ops/test_
 	tests/ops/test_window_geometry.py tests/engine/test_sampling_params.py tests/engine/test_detokenizer.py tests/engine/test_sampler.py \
 	tests/analysis tests/test_device.py tests/test_public_api.py tests/test_import_rules.py tests/test_words.py tests/engine/test_scheduler.py tests/ops/test_paged_attention_plan.py
 
+# Where nothing may write bytecode, every process of the tests compiles all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 demo: .venv/ready  ## continue two prompts with a common prefix, and show their cache blocks
 	@$(BIN)/python -m pagetile generate --n 2 --max-tokens 24 --block-size 4 --num-blocks 64 --temperature 0.7 --show-pages \
 		"def read_json(path, default=None):" "def read_json(path, default=None, encoding=None):"
