@@ -121,16 +121,26 @@ def test_help_does_not_wait_for_torch():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("missing", ["typer", "transformers"])
-def test_a_missing_extra_is_named(missing):
+MISSING = "not installed: pip install 'pagetile[engine]', or in a checkout"
+
+
+def test_a_command_line_without_typer_names_the_extra():
     code = (
-        f"import sys; sys.modules[{missing!r}] = None;"
+        "import sys; sys.modules['typer'] = None;"
         "from pagetile.cli import main; sys.exit(main(['generate', 'x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"{missing}" in done.stderr
-    assert "not installed: pip install 'pagetile[engine]', or in a checkout" in done.stderr
+    assert "typer" in done.stderr
+    assert MISSING in done.stderr
+
+
+def test_generate_without_transformers_names_the_extra(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = run("generate", "x")
+    assert (code, out) == (2, "")
+    assert "transformers" in err
+    assert MISSING in err
 
 
 # --- mistakes -------------------------------------------------------------------------------
