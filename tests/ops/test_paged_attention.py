@@ -47,6 +47,8 @@ def on_two_threads(inputs):
 
 def without_bf16_dot(inputs):
     """A processor without the instruction; tests/tiles/test_other_processors.py has more."""
+    if not DeviceInfo.of(torch.device("cpu")).bf16_dot:
+        pytest.skip("this CPU has no AVX512-BF16 to leave unused")
     if inputs.case.cache_dtype.itemsize == 1 and inputs.case.dtype == BF16:
         pytest.skip("its kernel is compiled with -m slow, for an older processor")
     return on_cpu(inputs, plan=plan_for(inputs, bf16_dot=False))
