@@ -266,8 +266,9 @@ def random_rows(rng, num_rows, vocab_size):
     return rows
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("seed", "dtype"), [*zip(range(4), [torch.float32, torch.float16] * 2, strict=True)]
+)
 def test_tokens_counts_and_logprobs_are_those_of_torch(seed, dtype):
     rng = np.random.default_rng(seed)
     vocab_size = int(pick_size(seed))

@@ -229,6 +229,8 @@ def test_nothing_global_changes():
     "family", ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "deepseek_v3", "glm"]
 )
 def test_logits_stay_the_models_own(family, impl):
+    if impl == "triton" and family == "gpt_oss":
+        pytest.skip("seconds under the interpreter; test_fusion.py runs its kernels")
     model = tiny_model(family)
     sequences = sequences_of(model.config.vocab_size)
     expected = torch.cat(eager_logits(model, sequences))
