@@ -47,9 +47,8 @@ def launchers(dtype, size, *, group=1, causal=True, length=16384, device=H200, *
 @pytest.mark.parametrize(
     ("size", "causal", "length"),
     [
-        (64, False, 1000),
         (128, True, 16384),
-        *rarely((64, False, 16384), (64, True, 1000), (64, True, 16384)),
+        *rarely((64, False, 1000), (64, False, 16384), (64, True, 1000), (64, True, 16384)),
         *rarely((128, False, 1000), (128, False, 16384), (128, True, 1000)),
     ],
 )
@@ -73,8 +72,8 @@ def test_gradients_of_keys_spill_little(size, group, tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "size", "keys", "queries"),
     [
-        (F32, 128, 568, 248),
-        *rarely((BF16, 256, 808, 96), (F32, 64, 192, 72), (F32, 256, 720, 424)),
+        (F32, 64, 192, 72),
+        *rarely((BF16, 256, 808, 96), (F32, 128, 568, 248), (F32, 256, 720, 424)),
     ],
     ids=str,
 )
@@ -88,9 +87,9 @@ def test_other_gradients_spill_what_is_known(dtype, size, keys, queries, tmp_pat
 @pytest.mark.parametrize(
     ("dtype", "size", "spilled"),
     [
-        (F32, 128, 48),
-        (BF16, 512, 8),
-        *rarely((BF16, 256, 24), (F32, 64, 16), (F32, 256, 400), (BF16, 128, 0)),
+        (F32, 64, 16),
+        (BF16, 256, 24),
+        *rarely((BF16, 512, 8), (F32, 128, 48), (F32, 256, 400), (BF16, 128, 0)),
     ],
     ids=str,
 )
@@ -104,8 +103,8 @@ def test_forward_by_triton_spills_what_is_known(dtype, size, spilled, tmp_path):
     ("dtype", "size", "has_blocks"),
     [
         (BF16, 64, False),
-        (BF16, 128, True),
-        *rarely((F32, 64, True), (F32, 64, False), (BF16, 64, True), (BF16, 128, False)),
+        (BF16, 64, True),
+        *rarely((F32, 64, True), (F32, 64, False), (BF16, 128, True), (BF16, 128, False)),
     ],
     ids=str,
 )
@@ -137,11 +136,11 @@ def test_gradients_with_every_feature(dtype):
 HOPPER_GRADIENTS = [
     # head size, group, causal, sliding window, keys end within a tile; most spilled words that
     # the loop loads and stores
-    (128, 4, True, False, False, 8),
     (80, 3, False, True, True, 8),
     (64, 8, True, False, False, 40),
     (256, 1, True, False, False, 2),
     *rarely(
+        (128, 4, True, False, False, 8),
         (128, 1, False, False, False, 0),
         (128, 1, True, False, False, 8),
         (64, 1, False, False, False, 8),
@@ -243,9 +242,8 @@ def test_scores_are_stored_in_whole_lines(dtype, size, length, tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "size", "length"),
     [
-        (F32, 256, 3000),
         (BF16, 128, 3000),
-        *rarely((F32, 16, 343), (F32, 64, 343), (BF16, 256, 343)),
+        *rarely((F32, 256, 3000), (F32, 16, 343), (F32, 64, 343), (BF16, 256, 343)),
     ],
     ids=str,
 )

@@ -83,8 +83,8 @@ def make_launcher(
         (4, 128, BF16, "none", False),
         (8, 256, BF16, "none", True),
         (4, 128, E4M3, "head", False),
-        (4, 128, INT8, "token", True),
         *rarely(
+            (4, 128, INT8, "token", True),
             (2, 64, BF16, "none", True),
             (4, 128, E4M3, "token", True),
             (4, 128, E5M2, "head", True),
@@ -109,14 +109,14 @@ def test_decode_on_hopper(group, size, kv_dtype, scales, features, tmp_path):
 @pytest.mark.parametrize(
     ("group", "size", "heads", "features"),
     [
-        (4, 80, 4, False),
-        (8, 240, 2, True),
+        (4, 80, 4, True),
         *rarely(
+            (4, 80, 4, False),
+            (8, 240, 2, True),
             (8, 80, 2, True),
             (4, 48, 4, True),
             (7, 48, 2, True),
             (1, 32, 2, False),
-            (4, 80, 4, True),
             (4, 16, 4, True),
             (4, 96, 2, False),
             (1, 144, 2, True),
@@ -263,7 +263,7 @@ def test_single_scales_of_tokens_are_read_behind_the_wait(tmp_path):
     assert count_waits(launcher, tmp_path) == (1, 1)
 
 
-@pytest.mark.parametrize("block_size", [16, 12])
+@pytest.mark.parametrize("block_size", [16, *rarely((12,))])
 def test_scales_of_a_cache_are_copied_four_at_a_time(block_size, tmp_path):
     question = problem(2, 128, E4M3, "token", block_size=block_size)
     form = call_form(question, features=False)
@@ -313,11 +313,11 @@ def test_decode_on_hopper_copies_pages_however_queries_lie(kv_dtype, scales, tmp
 @pytest.mark.parametrize(
     ("group", "size", "kv_dtype", "scales", "query_len", "block_size", "features"),
     [
-        (4, 128, BF16, "none", 1, 100, True),
-        (4, 128, BF16, "none", 16, 16, True),
         (1, 64, BF16, "none", 1, 1, False),
         (4, 128, E4M3, "token", 1, 16, True),
         *rarely(
+            (4, 128, BF16, "none", 1, 100, True),
+            (4, 128, BF16, "none", 16, 16, True),
             (4, 128, BF16, "none", 1, 16, False),
             (4, 128, BF16, "none", 1, 16, True),
             (4, 128, BF16, "none", 1, 100, False),
@@ -359,10 +359,10 @@ def test_prefill_by_triton(size, kv_dtype, scales, features, tmp_path):
 
 OTHERS = [
     # new tokens, head size, types, scales, most bytes that are spilled
-    (16, 128, F32, F32, "none", 392),
     (16, 256, BF16, INT8, "token", 512),
     (512, 128, F32, F32, "none", 104),
     *rarely(
+        (16, 128, F32, F32, "none", 392),
         (1, 512, BF16, BF16, "none", 0),
         (1, 128, F32, INT8, "token", 0),
         (16, 256, BF16, BF16, "none", 40),
@@ -421,10 +421,17 @@ def test_fixed_splits_keep_no_more_states_than_block_tables_can_name():
 @pytest.mark.parametrize(
     ("dtype", "width"),
     [
-        (F32, 8),
         (F16, 128),
-        (BF16, 512),
-        *rarely((F32, 128), (F32, 512), (F16, 8), (F16, 512), (BF16, 8), (BF16, 128)),
+        *rarely(
+            (F32, 8),
+            (BF16, 512),
+            (F32, 128),
+            (F32, 512),
+            (F16, 8),
+            (F16, 512),
+            (BF16, 8),
+            (BF16, 128),
+        ),
     ],
     ids=str,
 )
@@ -439,11 +446,11 @@ def test_merging_a_prefix(dtype, width, tmp_path):
 @pytest.mark.parametrize(
     ("seqs", "group", "size", "kv_dtype", "scales", "dtype", "features"),
     [
-        (8, 2, 128, BF16, "none", BF16, True),
-        (64, 2, 128, BF16, "none", BF16, False),
+        (8, 2, 128, BF16, "none", BF16, False),
         (64, 4, 64, INT8, "token", BF16, True),
         *rarely(
-            (8, 2, 128, BF16, "none", BF16, False), (64, 2, 128, BF16, "none", BF16, True),
+            (8, 2, 128, BF16, "none", BF16, True), (64, 2, 128, BF16, "none", BF16, False),
+            (64, 2, 128, BF16, "none", BF16, True),
             (64, 4, 64, INT8, "token", BF16, False),
             *((*case, features) for features in (False, True) for case in [
                 (16, 2, 128, BF16, "none", BF16), (64, 4, 128, E4M3, "head", BF16),
