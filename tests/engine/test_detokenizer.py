@@ -227,6 +227,43 @@ def test_spaces_before_punctuation_are_not_cleaned_up():
     assert "".join(stream(make(tokenizer, SamplingParams()), token_ids)) == "the ' s , ."
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(text=texts.filter(lambda text: "\ufffd" not in text), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_text_after_a_prompt_continues_its_text(kind, text, data):
+    """A first word keeps the space before it."""
+    tokenizer = TOKENIZERS[kind]()
+    token_ids = encode(tokenizer, text)
+    at = data.draw(st.integers(0, len(token_ids)))
+    prompt, new = token_ids[:at], token_ids[at:]
+    before = decode(tokenizer, prompt)
+    if "\ufffd" in before[-3:]:
+        return  # the prompt ends within a character
+    decoder = TextDecoder(tokenizer)
+    detokenizer = Detokenizer(decoder, SamplingParams(), prompt)
+    assert before + "".join(stream(detokenizer, new)) == decode(tokenizer, token_ids)
+    assert before + decoder.text_after(prompt, new, True) == decode(tokenizer, token_ids)
+
+
+def test_text_after_a_prompt_does_not_begin_within_one_of_its_characters():
+    """The ten tokens before the last are the ends of three characters, all in one run of bytes."""
+    tokenizer = byte_fallback()
+    token_ids = encode(tokenizer, "\x80\x803\x80𐀀3")
+    decoder, prompt, new = TextDecoder(tokenizer), token_ids[:-1], token_ids[-1:]
+    assert "".join(stream(Detokenizer(decoder, SamplingParams(), prompt), new)) == "3"
+    assert decoder.text_after(prompt, new, True) == "3"
+
+
+def test_text_after_a_prompt_that_ends_within_a_character_is_its_own():
+    tokenizer = byte_fallback()
+    token_ids = encode(tokenizer, "the😀 the")
+    for at in range(2, 5):
+        decoder, new = TextDecoder(tokenizer), token_ids[at:]
+        detokenizer = Detokenizer(decoder, SamplingParams(), token_ids[:at])
+        assert "".join(stream(detokenizer, new)) == decode(tokenizer, new)
+        assert decoder.text_after(token_ids[:at], new, True) == decode(tokenizer, new)
+
+
 # --- stop strings ----------------------------------------------------------------------------
 
 short = st.text(alphabet="abcé😀", max_size=40)

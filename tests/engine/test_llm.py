@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_detokenizer import byte_fallback
 from tiny_models import REFUSED, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -610,6 +611,21 @@ def test_a_tokenizer_may_come_from_elsewhere(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"stop=\('x',\) but there is no tokenizer"):
         without.generate([[5, 6]], SamplingParams(stop="x"), use_tqdm=False)
     assert LLM(other, tokenizer=demo.path(), num_blocks=8).engine.inputs.encode("x =")
+
+
+def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
+    """Decoded alone, Llama 2's tokens begin without one: ``def f():`` would lose its indent."""
+    tokenizer = byte_fallback()
+    llm = LLM(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer, num_blocks=8)
+    word = tokenizer.convert_tokens_to_ids("▁the")
+    params = SamplingParams(max_tokens=2, allowed_token_ids=[word], logprobs=0)
+    [output] = llm.generate("the", params, use_tqdm=False)
+    [sample] = output.outputs
+    assert sample.text == " the the"
+    assert output.prompt + sample.text == tokenizer.decode(output.prompt_token_ids + (word, word))
+    tokens = [each[word].decoded_token for each in sample.logprobs]
+    assert "".join(tokens) == sample.text
+    assert "".join(delta.text for delta in llm.stream("the", params)) == sample.text
 
 
 @pytest.mark.parametrize("tokenizer", [5, "no/such/directory", object], ids=str)

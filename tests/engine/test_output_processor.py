@@ -55,6 +55,19 @@ def test_the_deltas_of_a_sequence_that_fails_are_its_text() -> None:
     engine.abort(request_id)
 
 
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+def test_include_stop_str_in_output_keeps_the_text_of_a_stop_token(stop: tuple[str, ...]) -> None:
+    """As in vLLM, whether each token becomes text at once or all at the end."""
+    free = alone(PROMPT, GREEDY).outputs[0]
+    num_tokens = free.token_ids.index(free.token_ids[4]) + 1
+    params = replace(GREEDY, stop=stop, stop_token_ids=[free.token_ids[4]])
+    texts = [
+        run(replace(params, include_stop_str_in_output=is_kept), num_tokens, False)[1].text
+        for is_kept in (False, True)
+    ]
+    assert texts == [free.text[: num_tokens - 1], free.text[:num_tokens]]
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("kind", ["end of text", "stop token", "stop string"])
 def test_a_sequence_ends_with_the_token_that_says_so(

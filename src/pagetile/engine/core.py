@@ -408,7 +408,7 @@ class Engine:
             end_token_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
         )
         if request.stream or params.stop:
-            sequence.detokenizer = Detokenizer(decoder, params)
+            sequence.detokenizer = Detokenizer(decoder, params, request.prompt_token_ids)
         if request.make_grammar is not None:
             sequence.grammar = request.make_grammar()
             self._num_grammars += 1

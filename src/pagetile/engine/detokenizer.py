@@ -13,7 +13,7 @@ looked up; those of others are decoded with the tokens before them (``window_dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from encodings import utf_8
 from typing import Any
 
@@ -25,10 +25,11 @@ from .window_decoder import WindowDecoder
 class Detokenizer:
     """Turns one sequence's tokens into text, piece by piece, and finds stop strings.
 
-    The results of ``append`` and ``flush``, joined, are ``tokenizer.decode`` of all tokens without
-    clean-up of spaces, cut at the stop string. (One exception: a byte-fallback tokenizer spells a
-    run of bytes that are not all whole characters as one U+FFFD per byte; around a broken
-    character, or a literal U+FFFD, their number may differ here and whole neighbours stay.)
+    The results of ``append`` and ``flush``, joined, are what all tokens add to the text of the
+    prompt by ``tokenizer.decode`` without clean-up of spaces, cut at the stop string. (One
+    exception: a byte-fallback tokenizer spells a run of bytes that are not all whole characters as
+    one U+FFFD per byte; around a broken character, or a literal U+FFFD, their number may differ
+    here and whole neighbours stay.)
 
     Of several stop strings the first to be complete counts, and of two that end on the same
     character the one that begins first. So the result does not depend on how the text is cut
@@ -38,6 +39,7 @@ class Detokenizer:
         decoder: Decodes the tokens. ``None`` makes no text; so does ``params.detokenize=False``.
         params: Its ``stop``, ``min_tokens``, ``detokenize``, ``skip_special_tokens`` and
             ``include_stop_str_in_output`` are used.
+        prompt_token_ids: The tokens that the first one follows.
 
     Attributes:
         stop_reason: The stop string that was found, else ``None``.
@@ -54,7 +56,12 @@ class Detokenizer:
         ('to Ea', 'END')
     """
 
-    def __init__(self, decoder: TextDecoder | None, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        decoder: TextDecoder | None,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
         self.stop_reason: str | None = None
         self.num_tokens = 0
         self._params, self._stops = params, params.stop or ()
@@ -68,7 +75,9 @@ class Detokenizer:
             skips = params.skip_special_tokens
             self._bytes: Any = decoder.token_bytes[skips]
             if self._bytes is None:
-                self._window = WindowDecoder(decoder.decode, skips_special_tokens=skips)
+                self._window = WindowDecoder(
+                    decoder.decode, skips_special_tokens=skips, prompt_token_ids=prompt_token_ids
+                )
 
     @property
     def text(self) -> str:

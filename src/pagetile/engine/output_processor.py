@@ -94,18 +94,16 @@ def _find_end(sequence: Sequence, token_id: int) -> str | None:
 
 
 def _make_text(sequence: Sequence, new: list[int], *, is_last: bool) -> str:
-    """Return the text that new tokens make certain; at the end, all that was held back.
-
-    A sequence that needs no text earlier is detokenized here as a whole, when it ends.
-    """
-    detokenizer, ends = sequence.detokenizer, sequence.end_token_ids
+    """Return the text that new tokens make certain; at the end, all or what was held back."""
+    request, detokenizer = sequence.request, sequence.detokenizer
+    ends = () if request.params.include_stop_str_in_output else sequence.end_token_ids
     if detokenizer is None:
-        token_ids = sequence.output_token_ids
-        if token_ids and token_ids[-1] in ends:
-            token_ids = token_ids[:-1]
-        if token_ids and sequence.decoder is not None:
-            skips = sequence.request.params.skip_special_tokens
-            sequence.text = sequence.decoder.decode(token_ids, skips)
+        token_ids = [token_id for token_id in sequence.output_token_ids if token_id not in ends]
+        if sequence.decoder is not None:
+            decoder, skips = sequence.decoder, request.params.skip_special_tokens
+            known, is_spelt = request.prompt_token_ids, decoder.token_bytes[skips] is not None
+            rest = token_ids, skips
+            sequence.text = decoder.decode(*rest) if is_spelt else decoder.text_after(known, *rest)
         return ""
     text = detokenizer.append([token_id for token_id in new if token_id not in ends])
     return text + detokenizer.flush() if is_last else text

@@ -49,7 +49,7 @@ class SamplingParams:
         structured_outputs: A constraint on the output, such as a JSON schema.
         detokenize: Turn tokens into text.
         skip_special_tokens: Leave special tokens out of the text.
-        include_stop_str_in_output: Let the text end after the stop string, not before it.
+        include_stop_str_in_output: Let the text end after the stop string or token, not before it.
 
     Raises:
         RequestError: A value is of the wrong type, out of range, or contradicts another; the

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from .window_decoder import last_characters
 
 
 class TextDecoder:
@@ -31,6 +33,22 @@ class TextDecoder:
             for skips, spelt in _spell(backend, vocab_size).items():
                 if _is_text(spelt, skips, backend):
                     self.token_bytes[skips] = spelt
+
+    def text_after(self, prompt: Sequence[int], token_ids: list[int], skips: bool) -> str:
+        """Return the text that tokens add to their prompt's.
+
+        Decoded alone, SentencePiece's first word loses the space before it.
+
+        Args:
+            prompt: The prompt's tokens.
+            token_ids: The tokens that follow it.
+            skips: Whether special tokens are left out.
+        """
+        context = last_characters(prompt, lambda ids: self.decode(ids, skips))
+        before, text = self.decode(context, skips), self.decode([*context, *token_ids], skips)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self.decode(token_ids, skips)  # broken bytes after whole ones break them all
 
 
 def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:

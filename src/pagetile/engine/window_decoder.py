@@ -6,7 +6,8 @@ need it: a token's text depends on those before it, and a character may be sever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WINDOW = 24
@@ -19,16 +20,21 @@ class WindowDecoder:
     Args:
         decode: Returns the text of token ids, with or without special tokens.
         skips_special_tokens: Whether special tokens are left out.
+        prompt_token_ids: The tokens before the first; their text is not returned.
     """
 
     def __init__(
-        self, decode: Callable[[list[int], bool], str], *, skips_special_tokens: bool
+        self,
+        decode: Callable[[list[int], bool], str],
+        *,
+        skips_special_tokens: bool,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._decode, self._skips = decode, skips_special_tokens
-        self._window: list[int] = []
-        self._text = ""  # of the window
+        self._window = last_characters(prompt_token_ids, self._text_of)
+        self._text = self._text_of(self._window)
         self._num_pending = 0  # characters at its end that more bytes may still change
-        self._num_whole = 0  # window tokens when nothing was last pending
+        self._num_whole = len(self._window)  # when nothing was last pending
         self._skipped: set[int] = set()  # special tokens that were met
 
     def append(self, token_id: int) -> str:
@@ -77,3 +83,18 @@ class WindowDecoder:
 
     def _text_of(self, token_ids: list[int]) -> str:
         return self._decode(token_ids, self._skips)
+
+
+def last_characters(
+    prompt_token_ids: Sequence[int], decode: Callable[[list[int]], str]
+) -> list[int]:
+    """Return at most ``KEPT`` last tokens of a prompt that are whole characters.
+
+    None if it ends within a character, or ``decode`` fails.
+    """
+    with suppress(Exception):
+        for start in range(-KEPT, 0):
+            token_ids = list(prompt_token_ids[start:])
+            if REPLACEMENT not in decode(token_ids):
+                return token_ids
+    return []
