@@ -622,7 +622,7 @@ def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
     [output] = llm.generate("the", params, use_tqdm=False)
     [sample] = output.outputs
     assert sample.text == " the the"
-    assert output.prompt + sample.text == tokenizer.decode(output.prompt_token_ids + (word, word))
+    assert output.prompt + sample.text == tokenizer.decode([*output.prompt_token_ids, word, word])
     tokens = [each[word].decoded_token for each in sample.logprobs]
     assert "".join(tokens) == sample.text
     assert "".join(delta.text for delta in llm.stream("the", params)) == sample.text

@@ -153,6 +153,22 @@ def test_offsets_are_where_the_tokens_are_in_the_text(http, post, llm, as_ids, o
     assert choice["logprobs"]["tokens"].count(words.text(ids[0])) > 5
 
 
+@pytest.mark.parametrize("with_stream", [False, True])
+def test_offsets_count_the_marks_of_broken_characters(http, post, llm, with_stream):
+    words = llm.engine.token_text
+    vocabulary = range(llm.engine.model.vocab_size)
+    ids = [next(i for i in vocabulary if words.bytes(i) == byte) for byte in (b"\xa9", b"x")]
+    asked = {"prompt": PROMPT, "logprobs": 0, "max_tokens": 12, "seed": 3, "temperature": 9,
+             "allowed_token_ids": ids, "ignore_eos": True}  # fmt: skip
+    if with_stream:
+        choices = [chunk["choices"][0] for chunk in stream(http, "/v1/completions", **asked)]
+    else:
+        choices = post("/v1/completions", **asked)[1]["choices"]
+    text = "".join(choice["text"] for choice in choices)
+    assert {*text} == {"x", "\ufffd"}
+    assert [at for choice in choices for at in choice["logprobs"]["text_offset"]] == [*range(12)]
+
+
 def test_prompt_logprobs_are_dictionaries_by_token(post, llm):
     ids = llm.engine.inputs.encode(PROMPT)
     _, body = post("/v1/completions", prompt=PROMPT, prompt_logprobs=2, max_tokens=1)

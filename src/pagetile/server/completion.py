@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from encodings import utf_8
 from functools import cached_property
 from typing import Any
 
@@ -37,8 +38,16 @@ class _Sample:
     has_begun: bool = False
     num_tokens: int = 0
     num_logprobs: int = 0
-    offset: int = 0
-    """Offset in the text at which its next token begins."""
+    num_chars: int = 0
+    """Whole characters of the tokens whose log-probabilities were sent."""
+    utf8: utf_8.IncrementalDecoder = field(
+        default_factory=lambda: utf_8.IncrementalDecoder("replace")
+    )
+
+    @property
+    def offset(self) -> int:
+        """Offset in the text at which its next token begins: after a character that it ends."""
+        return self.num_chars + bool(self.utf8.buffer)
 
 
 class Completion:
@@ -182,7 +191,7 @@ class Completion:
         sample = self._samples[number][added.index]
         sample.num_tokens += len(added.token_ids)
         if not sample.has_begun:
-            sample.has_begun, sample.offset = True, len(self._echoes[number])
+            sample.has_begun = True
             text = self._echoes[number] + text
         has_fields = body.logprobs is not None or body.return_token_ids
         if not (text or added.finish_reason or has_fields):
@@ -211,7 +220,6 @@ class Completion:
         if is_first and self.body.echo:
             tokens = [*stream.prompt_logprobs, *tokens]
             token_ids = [*stream.prompt_token_ids, *token_ids]
-            sample.offset = 0
         offsets = self._offsets(self._echoes[number], sample, token_ids)
         return completion_logprobs(
             self.server.words, tokens, token_ids, num_top=num_top, offsets=offsets
@@ -229,8 +237,7 @@ class Completion:
                     is_left_out = self.body.skip_special_tokens
                 if is_left_out:
                     continue
-            # Each character counts at its first byte: tokens may divide it.
-            sample.offset += sum(byte & 0xC0 != 0x80 for byte in words.bytes(token_id))
+            sample.num_chars += len(sample.utf8.decode(words.bytes(token_id)))
         return offsets
 
     def _usage_event(self, usage: Usage) -> str:
