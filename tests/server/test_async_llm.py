@@ -52,6 +52,22 @@ def test_what_coroutines_get_is_what_generate_returns(llm):
     assert all(o.finished for o in found)
 
 
+def test_a_sample_that_has_ended_says_so_while_others_run(async_llm):
+    params = SamplingParams(n=3, seed=5, temperature=1.3, max_tokens=40, stop=["("])
+
+    async def main():
+        return [output async for output in async_llm.generate("def f(", params)]
+
+    *_, earlier, final = asyncio.run(main())
+    longest = max(len(sample.token_ids) for sample in final.outputs)
+    ended = [sample for sample in final.outputs if len(sample.token_ids) < longest - 1]
+    assert ended
+    for sample in ended:
+        found = earlier.outputs[sample.index]
+        assert (found.finish_reason, found.stop_reason) == ("stop", "(")
+    assert None in [sample.finish_reason for sample in earlier.outputs]
+
+
 def test_deltas_join_to_the_text(async_llm):
     params = SamplingParams(n=3, max_tokens=20, seed=5)
 

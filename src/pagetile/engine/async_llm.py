@@ -144,17 +144,19 @@ class AsyncLLM(metaclass=ExplainsAbsentNames, of_vllm=ASYNC_LLM_NAMES):
         """
         stream = await self.submit(prompt, sampling_params, request_id, cache_salt=cache_salt)
         texts, tokens = [""] * stream.params.n, [[] for _ in range(stream.params.n)]  # type: ignore[var-annotated]
+        ends: list[tuple[str | None, str | int | None]] = [(None, None)] * stream.params.n
         try:
             while deltas := await stream.take():
                 for delta in deltas:
                     texts[delta.index] += delta.text
+                    ends[delta.index] = delta.finish_reason, delta.stop_reason
                     if delta.token_id is not None:
                         tokens[delta.index].append(delta.token_id)
                 if stream.output is not None:
                     break
                 outputs = tuple(
                     CompletionOutput(
-                        i, text, tuple(tokens[i]), None, logprobs=self._logprobs(stream, i)
+                        i, text, tuple(tokens[i]), *ends[i], self._logprobs(stream, i)
                     )
                     for i, text in enumerate(texts)
                 )
