@@ -2,9 +2,15 @@ from __future__ import annotations
 
 import json
 
+import httpx2
 import pytest
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from pagetile import SamplingParams
+from pagetile import LLM, SamplingParams
+
+from .conftest import opened, serving
 
 PROMPT = "def add(a, b):"
 
@@ -167,6 +173,21 @@ def test_offsets_count_the_marks_of_broken_characters(http, post, llm, with_stre
     text = "".join(choice["text"] for choice in choices)
     assert {*text} == {"x", "\ufffd"}
     assert [at for choice in choices for at in choice["logprobs"]["text_offset"]] == [*range(12)]
+
+
+def test_offsets_where_a_tokenizer_puts_a_space_before_the_text():
+    """As SentencePiece's: the first token has a space that the text has not."""
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁the", -1.0), ("▁", -2.0)], 0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    llm = LLM(tiny_model("llama"), tokenizer=tokenizer, num_blocks=8)
+    asked = {"prompt": "the the", "echo": True, "logprobs": 0, "max_tokens": 1}
+    with opened(llm) as async_llm, serving(async_llm) as url:
+        body = httpx2.post(f"{url}/v1/completions", json={**asked, "allowed_token_ids": [1]}).json()
+    [choice] = body["choices"]
+    assert choice["text"] == "the the the"
+    assert choice["logprobs"]["tokens"] == [" the"] * 3
+    assert choice["logprobs"]["text_offset"] == [0, 3, 7]
 
 
 def test_prompt_logprobs_are_dictionaries_by_token(post, llm):

@@ -237,7 +237,10 @@ class Completion:
                     is_left_out = self.body.skip_special_tokens
                 if is_left_out:
                     continue
-            sample.num_chars += len(sample.utf8.decode(words.bytes(token_id)))
+            data = words.bytes(token_id)
+            if not sample.offset and echo and not echo.startswith(" "):
+                data = data.removeprefix(b" ")  # SentencePiece begins a text with a space
+            sample.num_chars += len(sample.utf8.decode(data))
         return offsets
 
     def _usage_event(self, usage: Usage) -> str:
