@@ -266,7 +266,7 @@ def _conversion(name: str, value: Any) -> str:
     if type(value).__name__ == "ndarray":  # NumPy's, without importing it
         return f": pass torch.from_numpy({name})"
     if isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):
-        return f": pass torch.stack({name})"
+        return f": pass one of its tensors, such as {name}[0], or torch.stack({name})"
     if isinstance(value, (bool, int, float, list, tuple)):
         return f": pass torch.tensor({name}), on the device of the other tensors"
     return ""

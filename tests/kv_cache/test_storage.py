@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from pagetile import write_kv
 from pagetile.errors import DTypeError, OutOfBlocksError, ShapeError
 from pagetile.kv_cache import BlockPool
 from pagetile.kv_cache.storage import KVCache, LayerSpec
@@ -33,6 +34,13 @@ def test_8_bits_have_a_scale_for_each_tokens_head(dtype):
     for scales in (cache.k_scale, cache.v_scale):
         assert [scale.shape for scale in scales] == [(5, 4, 2), (5, 4, 1)]
         assert all(scale.dtype == torch.float32 for scale in scales)
+
+
+def test_the_tensors_of_all_layers_are_no_cache():
+    """A stack of them, which the error once recommended, is refused too."""
+    cache, k, slots = KVCache(LAYERS, BlockPool(5, 4)), torch.zeros(1, 2, 64), torch.tensor([0])
+    with pytest.raises(DTypeError, match=r"pass one of its tensors, such as k_cache\[0\]"):
+        write_kv(k, k, cache.k, cache.v, slots)
 
 
 def test_16_bits_have_no_scales():

@@ -530,7 +530,7 @@ def test_an_element_type_is_named_with_the_conversion():
     ("value", "hint"),
     [
         (np.zeros((1, 8, 64), np.float32), r"pass torch.from_numpy\(q\)"),
-        ([torch.zeros(8, 64)], r"pass torch.stack\(q\)"),
+        ([torch.zeros(8, 64)], r"pass one of its tensors, such as q\[0\], or torch.stack\(q\)"),
         ([[0.0]], r"pass torch.tensor\(q\)"),
     ],
     ids=["array", "tensors", "numbers"],

@@ -155,9 +155,7 @@ class AsyncLLM(metaclass=ExplainsAbsentNames, of_vllm=ASYNC_LLM_NAMES):
                 if stream.output is not None:
                     break
                 outputs = tuple(
-                    CompletionOutput(
-                        i, text, tuple(tokens[i]), *ends[i], self._logprobs(stream, i)
-                    )
+                    CompletionOutput(i, text, tuple(tokens[i]), *ends[i], self._logprobs(stream, i))
                     for i, text in enumerate(texts)
                 )
                 yield RequestOutput(
