@@ -14,7 +14,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection
 from types import SimpleNamespace
 
 import httpx2
@@ -442,6 +443,17 @@ def test_a_second_signal_answers_what_runs_with_a_503():
         for answer in answers:
             assert answer.result().status_code == 503
             assert answer.result().json()["error"]["code"] == "engine_dead"
+
+
+def test_an_idle_connection_outlives_the_pools_of_clients():
+    """httpx keeps a connection for 5 s: a server that closed it then lost requests under load."""
+    with server_process(*SMALL) as server, closing(HTTPConnection(*server.address)) as http:
+        for seconds in (0.0, 5.5):
+            time.sleep(seconds)
+            http.request("GET", "/health")
+            assert http.getresponse().read()
+            assert http.sock is not None, "closed by the server"
+            http.auto_open = False  # no second connection
 
 
 def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, monkeypatch):

@@ -26,7 +26,9 @@ from ..errors import RequestError
 from .logs import log
 from .streaming import DirectWrites
 
-KEEP_ALIVE_SECONDS = 5
+# Longer than clients and proxies keep idle connections: httpx 5 s, aiohttp 15 s, nginx and load
+# balancers 60 s. A request sent just when the server closes its connection is lost.
+KEEP_ALIVE_SECONDS = 75
 SENDING_SECONDS = 0.1  # lets the last answers be sent
 DEVICE_LOST = 3  # the exit code when the engine died
 
