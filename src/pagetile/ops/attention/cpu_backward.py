@@ -25,6 +25,7 @@ import numpy as np
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
 from ...tiles.cpu.block_mask import hidden_end, mask_fields, sees_blocks
+from ...tiles.cpu.blocks import PADDING
 from ...tiles.cpu.compile import allocating, entry, folded, inner
 from ...tiles.cpu.gemm import load_rows, multiply, pad_to_fours, transpose
 from ...tiles.cpu.simd import (
@@ -46,6 +47,7 @@ from ...tiles.cpu.threads import on_team, run_together
 from .problem import Problem, strides_of
 
 TILE = 64  # queries, and keys, of a tile
+ROW = TILE + PADDING  # elements from a row of its scores, or of transposed keys, to the next
 _SMALL = 1 << 18  # multiply-adds: fewer take one thread no longer than waking a second
 
 GradientsCall = namedtuple(
@@ -64,12 +66,13 @@ GradientsItem = namedtuple("GradientsItem", "seq kv_head first_row end_row first
 
 @allocating()
 def _make_scratch(call, num_seqs, num_kv_heads, num_chunks, counter):
-    w, v = call.width * TILE, call.v_width * TILE
+    w, v = (call.width + PADDING) * ROW, (call.v_width + PADDING) * ROW
     return GradientsScratch(
         np.zeros(w, np.float32), np.zeros(v, np.float32),
         np.zeros(w, np.float32), np.zeros(w, np.float32), np.zeros(v, np.float32),
-        np.zeros(TILE * TILE, np.float32), np.zeros(TILE * TILE, np.float32),
-        np.zeros(w, np.float32), np.zeros(v, np.float32), np.zeros(4 * call.width, np.float32),
+        np.zeros(TILE * ROW, np.float32), np.zeros(TILE * ROW, np.float32),
+        np.zeros(call.width * TILE, np.float32), np.zeros(call.v_width * TILE, np.float32),
+        np.zeros(4 * call.width, np.float32),
         np.zeros(TILE, np.float32), np.zeros(TILE, np.float32),
     )  # fmt: skip
 
@@ -141,11 +144,12 @@ def _load_keys(call, scratch, item, n, keys):
     seq = 0 if ragged else item.seq
     at = seq * call.v_seq + row * call.v_token + item.kv_head * call.v_head
     # scratch.d_out is free here: _load_queries fills it later.
-    load_rows(scratch.d_out, call.v_width, call.v, at, call.v_token, keys, call.v_head_size, TILE)
-    transpose(scratch.v_transposed, TILE, scratch.d_out, call.v_width, TILE, call.v_width)
+    k_row, v_row = call.width + PADDING, call.v_width + PADDING
+    load_rows(scratch.d_out, v_row, call.v, at, call.v_token, keys, call.v_head_size, TILE)
+    transpose(scratch.v_transposed, ROW, scratch.d_out, v_row, TILE, call.v_width)
     at = seq * call.k_seq + row * call.k_token + item.kv_head * call.k_head
-    load_rows(scratch.k, call.width, call.k, at, call.k_token, keys, call.head_size, TILE)
-    transpose(scratch.k_transposed, TILE, scratch.k, call.width, TILE, call.width)
+    load_rows(scratch.k, k_row, call.k, at, call.k_token, keys, call.head_size, TILE)
+    transpose(scratch.k_transposed, ROW, scratch.k, k_row, TILE, call.width)
 
 
 @inner()
@@ -154,11 +158,10 @@ def _load_queries(call, scratch, item, head, m, rows):
     row = item.first_row + m if ragged else m
     seq = 0 if ragged else item.seq
     at = seq * call.q_seq + row * call.q_token + head * call.q_head
-    load_rows(scratch.q, call.width, call.q, at, call.q_token, rows, call.head_size, TILE)
+    width, v_width = call.width + PADDING, call.v_width + PADDING
+    load_rows(scratch.q, width, call.q, at, call.q_token, rows, call.head_size, TILE)
     at = seq * call.do_seq + row * call.do_token + head * call.do_head
-    load_rows(
-        scratch.d_out, call.v_width, call.d_out, at, call.do_token, rows, call.v_head_size, TILE
-    )
+    load_rows(scratch.d_out, v_width, call.d_out, at, call.do_token, rows, call.v_head_size, TILE)
     for r in range(rows):
         at = (item.first_row + m + r) * call.num_heads + head
         # A row without a visible key gets weights of 0: 2 ** (s - inf).
@@ -173,11 +176,11 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     columns = (keys + 15) // 16 * 16
     _load_queries(call, scratch, item, head, m, rows)
     multiply(
-        scratch.s, 0, TILE, scratch.q, 0, width, 1, scratch.k_transposed, TILE,
+        scratch.s, 0, ROW, scratch.q, 0, width + PADDING, 1, scratch.k_transposed, ROW,
         padded, columns, width, False,
     )  # fmt: skip
     multiply(
-        scratch.ds, 0, TILE, scratch.d_out, 0, v_width, 1, scratch.v_transposed, TILE,
+        scratch.ds, 0, ROW, scratch.d_out, 0, v_width + PADDING, 1, scratch.v_transposed, ROW,
         padded, columns, v_width, False,
     )  # fmt: skip
     position = m + item.end_key - item.end_row
@@ -185,19 +188,20 @@ def _add_tile(call, scratch, item, head, m, rows, n, keys):
     if call.block_q > 0:
         _mask_blocks(call, scratch, item.seq, head, m, rows, n, keys)
     multiply(
-        scratch.dv, 0, v_width, scratch.s, 0, 1, TILE, scratch.d_out, v_width,
+        scratch.dv, 0, v_width, scratch.s, 0, 1, ROW, scratch.d_out, v_width + PADDING,
         pad_to_fours(keys), v_width, rows, True,
     )  # fmt: skip
     multiply(
-        scratch.dk, 0, width, scratch.ds, 0, 1, TILE, scratch.q, width,
+        scratch.dk, 0, width, scratch.ds, 0, 1, ROW, scratch.q, width + PADDING,
         pad_to_fours(keys), width, rows, True,
     )  # fmt: skip
     to = ((item.first_row + m) * call.num_heads + head) * width
     whole, step = rows // 4 * 4, call.num_heads * width
-    multiply(call.dq, to, step, scratch.ds, 0, TILE, 1, scratch.k, width, whole, width, keys, True)
+    k_row = width + PADDING
+    multiply(call.dq, to, step, scratch.ds, 0, ROW, 1, scratch.k, k_row, whole, width, keys, True)
     if whole < rows:  # a block of four rows would also write rows of dQ of another thread
         multiply(
-            scratch.rest, 0, width, scratch.ds, whole * TILE, TILE, 1, scratch.k, width,
+            scratch.rest, 0, width, scratch.ds, whole * ROW, ROW, 1, scratch.k, k_row,
             4, width, keys, False,
         )  # fmt: skip
         for r in range(rows - whole):
@@ -228,7 +232,7 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
         low, high = splat(np.float32(first)), splat(np.float32(end))
         lse, delta = splat(-scratch.lse[r]), splat(scratch.delta[r])
         for c in range(0, columns, 16):
-            at = r * TILE + c
+            at = r * ROW + c
             s, derivative = mul(load(scratch.s, at), factor), scale
             if call.cap > 0:
                 tanh_s = tanh(s)
@@ -246,7 +250,7 @@ def _differentiate_tile(call, scratch, head, distance, rows, keys, columns):
             ds = mul(p, sub(load(scratch.ds, at), delta))
             store(scratch.ds, at, mul(ds, derivative))
     for r in range(rows, pad_to_fours(rows)):
-        scratch.ds[r * TILE : r * TILE + columns] = 0
+        scratch.ds[r * ROW : r * ROW + columns] = 0
 
 
 @inner()
@@ -257,8 +261,8 @@ def _mask_blocks(call, scratch, seq, head, m, rows, n, keys):
         while key < n + keys:
             hidden = hidden_end(call, seq, head, m + r, key, n + keys)
             for c in range(key - n, hidden - n):
-                scratch.s[r * TILE + c] = 0
-                scratch.ds[r * TILE + c] = 0
+                scratch.s[r * ROW + c] = 0
+                scratch.ds[r * ROW + c] = 0
             key = hidden if hidden > key else (key // call.block_k + 1) * call.block_k
 
 

@@ -47,6 +47,9 @@ ROWS = 4 if WIDE == 64 else 6 if _NUMBERS >= 128 else 2
 """Rows of the largest block."""
 NARROW_ROWS = 8 if WIDE == 64 else ROWS
 """Rows of a block of sixteen columns."""
+PADDING = 0 if WIDE == 64 else 16
+"""Elements after each row of a tile that is read sixteen columns at a time. Without them, rows of a
+power of two share a few sets of the L1 cache."""
 _LEAST = {2: 2, 4: 4, 6: 4, 8: 4}  # fewest rows of a block of a multiple of four, by the most
 _SCORES = 16 if WIDE == 64 else 8 if _NUMBERS >= 128 else 4  # dot products at a time
 

@@ -42,6 +42,7 @@ import torch
 
 from .arrays import flat
 from .block_mask import mask_fields, sees_keys
+from .blocks import PADDING
 from .compile import aligned, allocating, entry, folded, inner
 from .forward_tile import FEW_ROWS, attend_tile, find_rows
 from .matrix_units import TILE_ROWS, configure_tiles, release_tiles
@@ -144,7 +145,7 @@ def _make_scratch(call, items, counter, parts):
         np.zeros(TILE_N, np.float32),
         np.zeros(16, np.float32),
         np.zeros(TILE_N, np.int64),
-        aligned(TILE_N * widest, call.tile.dtype),
+        aligned((TILE_N + PADDING) * (widest + PADDING), call.tile.dtype),
         aligned(TILE_N // 2 * widest, call.packed.dtype),
         aligned(heads * TILE_ROWS * call.width // 2, call.packed.dtype),
         aligned(TILE_ROWS * max(TILE_N, call.v_width), np.float32),

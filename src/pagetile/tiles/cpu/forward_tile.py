@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from .block_mask import hidden_end, repeat_visible
+from .blocks import PADDING
 from .compile import folded, inner
 from .head_products import mix_heads, score_heads
 from .matrix_units import TILE_ROWS
@@ -29,8 +30,10 @@ from .online_softmax import (
 )
 from .plan import HEADS_BY_KEY
 from .products import (
+    KEY_ROW,
     has_matrix_units,
     is_bfloat16,
+    mix_gathered,
     mix_values,
     score_few,
     score_many,
@@ -157,6 +160,12 @@ def _attend_by_head(call, scratch, side, item, head, rows, tile, num_keys):
             scratch.tile, tile_rows, call.v_cache, v_base, v_rows, v_ahead, num_keys,
             call.v_head_size, v_width,
         )  # fmt: skip
+        if PADDING and rows > 1:
+            mix_gathered(
+                scratch.state.acc, at * v_width, scratch.decay, rows, scratch.weights,
+                scratch.tile, num_keys, v_width,
+            )  # fmt: skip
+            return
         mix_values(
             scratch.state.acc, at * v_width, scratch.decay, rows, scratch.weights, TILE_N,
             scratch.tile, 0, tile_rows, tile_rows, num_keys, scratch.packed, scratch.sums, v_width,
@@ -209,25 +218,23 @@ def _gather(tile, tile_rows, cache, base, rows, ahead, num_keys, size, width):
 
     Prefetches the rows at ``ahead``.
     """
-    step = size_of(tile)
+    step, row = size_of(tile), width + PADDING
     whole = size // step * step
     for n in range(TILE_N):
-        tile_rows[n] = n * width
+        tile_rows[n] = n * row
     for n in range(num_keys):
         source, later = base + rows[n], base + ahead[n]
         for d in range(0, whole, step):
             prefetch(cache, later + d)
-            copy_as(tile, n * width + d, cache, source + d)
+            copy_as(tile, n * row + d, cache, source + d)
         for d in range(whole, size // 16 * 16, 16):
-            store(tile, n * width + d, load(cache, source + d))
+            store(tile, n * row + d, load(cache, source + d))
         if size % 16:
-            store_half(
-                tile, n * width + size // 16 * 16, load_half(cache, source + size // 16 * 16)
-            )
-        for d in range(n * width + size, (n + 1) * width, 8):
+            store_half(tile, n * row + size // 16 * 16, load_half(cache, source + size // 16 * 16))
+        for d in range(n * row + size, (n + 1) * row - PADDING, 8):
             store_half(tile, d, zeros())
     # Keys are multiplied by twos or more, and the weights of the last ones are 0.
-    tile[num_keys * width : TILE_N * width] = 0
+    tile[num_keys * row : TILE_N * row] = 0
 
 
 @inner()
@@ -254,7 +261,7 @@ def _gather_transposed(tile, cache, base, rows, num_keys, size):
                 _sixteen(cache, at + rows[n + 14], left),
                 _sixteen(cache, at + rows[n + 15], left),
             )
-            store_transposed(tile, d * TILE_N + n, TILE_N, columns)
+            store_transposed(tile, d * KEY_ROW + n, KEY_ROW, columns)
 
 
 @inner()

@@ -15,13 +15,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .compile import inner_by_types
+from .blocks import PADDING
+from .compile import inner, inner_by_types
 from .gemm import multiply, transpose, transpose_16x16
 from .matrix_units import TILE_ROWS, are_tiles, multiply_keys, multiply_tiles
 from .microkernels import mix_tile
 from .online_softmax import TILE_N
-from .simd import fma, load, prefetch, splat, store, zeros
+from .simd import fma, load, mul, prefetch, splat, store, zeros
 from .simd_pairs import are_pairs, as_operand, load_pairs, store_pairs, zip_high, zip_low
+
+KEY_ROW = TILE_N + PADDING
+"""Elements from a row of a transposed tile of keys to the next."""
 
 
 def _known(name, holds, doc):
@@ -52,11 +56,11 @@ def _(scores, q, q_at, num_rows, keys, num_keys, width):
             for n in range(0, columns, 16):
                 s = zeros()
                 for d in range(width):
-                    s = fma(splat(q[q_at + d]), load(keys, d * TILE_N + n), s)
+                    s = fma(splat(q[q_at + d]), load(keys, d * KEY_ROW + n), s)
                 store(scores, n, s)
             return
         multiply(
-            scores, 0, TILE_N, q, q_at, width, 1, keys, TILE_N, num_rows, columns, width, False
+            scores, 0, TILE_N, q, q_at, width, 1, keys, KEY_ROW, num_rows, columns, width, False
         )
 
     def of_pairs(scores, q, q_at, num_rows, keys, num_keys, width):
@@ -171,3 +175,17 @@ def _(
                     store(acc, to + d, total)
 
     return of_tiles if are_tiles(packed) else of_vectors
+
+
+@inner()
+def mix_gathered(acc, at, decay, num_rows, p, values, num_keys, width):
+    """``mix_tile`` of values that were gathered with ``PADDING`` after each row, as a matrix.
+
+    For a multiple of four rows. The bits are the same: decays of 1 are left out.
+    """
+    for r in range(num_rows):
+        if decay[r] != 1:
+            for d in range(at + r * width, at + (r + 1) * width, 16):
+                store(acc, d, mul(splat(decay[r]), load(acc, d)))
+    row = width + PADDING
+    multiply(acc, at, width, p, 0, TILE_N, 1, values, row, num_rows, width, num_keys, True)
