@@ -461,7 +461,7 @@ def test_slots_of_streamed_weights_fill_shared_memory(num_rows):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("has", [{}, {"bias": True}, {"residual": True, "bias": True}], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 64, 65, 131, 132])
-@pytest.mark.parametrize(("size", "num_columns"), [(32, 5), (96, 16), (320, 431)])
+@pytest.mark.parametrize(("size", "num_columns"), [(32, 5), (96, 16), (320, 431), (1184, 37)])
 def test_rows_on_a_cpu(size, num_columns, num_rows, has, dtype, mirror):
     check(problem(num_rows, size, num_columns, dtype, **has), "", "", "cpu", mirror)
 
@@ -471,8 +471,9 @@ def test_a_norm_and_an_activation_on_a_cpu(mirror):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_a_row_on_a_cpu_gets_the_same_bits_beside_any_others(dtype):
-    tensors = problem(148, 160, 300, dtype, bias=True)
+@pytest.mark.parametrize("size", [160, 1184])
+def test_a_row_on_a_cpu_gets_the_same_bits_beside_any_others(size, dtype):
+    tensors = problem(148, size, 300, dtype, bias=True)
     x, options = tensors.pop("x")[0], {"impl": "cpu", **tensors}
     whole = small_linear(x, **options)
     for rows in (slice(0, 1), slice(3, 5), slice(9, 16), slice(63, 147)):

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ...device import DeviceInfo
 from ...tiles.cpu.arrays import flat, refuse
-from ...tiles.cpu.compile import allocating, entry, inner
-from ...tiles.cpu.microkernels import pad_rows, score_tile
+from ...tiles.cpu.blocks import WIDE
+from ...tiles.cpu.compile import aligned, allocating, entry, inner
+from ...tiles.cpu.microkernels import PART, pad_rows, score_in_parts, score_tile
 from ...tiles.cpu.simd import add, array_at, load, load_one, store, store_one, take_number
 from ...tiles.cpu.threads import on_team, run_together
 from . import reference
@@ -40,12 +41,16 @@ _RUN_BYTES = 128 << 10
 _SMALL = 1 << 19
 """Multiply-adds that take as long as waking another thread."""
 
+_CACHED = 1024 if WIDE == 16 else 1 << 62
+"""Numbers of a row up to which four of ``x`` and four of the weight stay in the L1 cache. More than
+twelve longer ones are multiplied in parts (with AVX-512, reading them again costs less)."""
+
 _Call = namedtuple(
     "_Call", "out x left weight bias num_rows size num_columns run has_bias is_copied counter"
 )
 """Arguments of the kernel: ``left`` is ``x`` if that needs no copy, and a thread takes ``run`` rows
 of the weight at a time."""
-_Scratch = namedtuple("_Scratch", "left sums rows ahead")
+_Scratch = namedtuple("_Scratch", "left sums rows ahead lanes part")
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -113,6 +118,8 @@ def _make_scratch(call):
         np.empty(rows * _TILE, np.float32),
         np.empty(_TILE, np.int64),
         np.empty(_TILE, np.int64),
+        aligned(rows * _TILE * 16 if call.size > _CACHED else 0, np.float32),
+        aligned(_TILE * PART if call.size > _CACHED else 0, np.float32),
     )
 
 
@@ -136,10 +143,16 @@ def _take_runs(call, scratch):
             for n in range(_TILE):
                 scratch.rows[n] = min(column + n, call.num_columns - 1) * call.size
                 scratch.ahead[n] = min(column + n + _TILE, call.num_columns - 1) * call.size
-            score_tile(
-                scratch.sums, left, left_at, call.size, pad_rows(num_rows),
-                call.weight, 0, scratch.rows, scratch.ahead, _TILE, call.size,
-            )  # fmt: skip
+            if call.size > _CACHED and num_rows > 12:
+                score_in_parts(
+                    scratch.sums, scratch.lanes, scratch.part, left, left_at, pad_rows(num_rows),
+                    call.weight, scratch.rows, scratch.ahead, call.size,
+                )  # fmt: skip
+            else:
+                score_tile(
+                    scratch.sums, left, left_at, call.size, pad_rows(num_rows),
+                    call.weight, 0, scratch.rows, scratch.ahead, _TILE, call.size,
+                )  # fmt: skip
             _store_tile(call, scratch.sums, row, num_rows, column)
 
 

@@ -298,6 +298,41 @@ def score_block(typingctx, q, q_at, q_row, k, base, rows, ahead, key, width, que
     return signature, codegen
 
 
+@intrinsic
+def add_scores_block(typingctx, sums, at, q, q_at, q_row, k, k_at, k_row, width):
+    """Add the products of four float32 queries and four keys to ``score_block``'s sums in memory.
+
+    Query ``r`` and key ``n`` have sixteen lanes at ``at + 16 * (4 * r + n)``.
+    """
+
+    def codegen(context, builder, sig, args):
+        _, at, _, q_at, q_row, _, k_at, k_row, width = args
+        find = finder(context, builder, sig, args)
+        queries = [builder.add(q_at, builder.mul(q_row, I64(r))) for r in range(4)]
+        keys = [builder.add(k_at, builder.mul(k_row, I64(n))) for n in range(4)]
+        few = max(1, min(4, _SCORES // 4))
+        for n, part in itertools.product(range(0, 4, few), range(0, 16, LANES)):
+
+            def load_operands(d, n=n, part=part):
+                return tuple(
+                    [load_lanes(builder, types.float32, find(place, start, d, I64(part)), LANES)
+                     for start in starts]
+                    for place, starts in ((2, queries), (5, keys[n : n + few]))
+                )  # fmt: skip
+
+            targets = {
+                (r, i): find(0, at, I64(16 * (4 * r + n + i) + part))
+                for r in range(4) for i in range(few)
+            }  # fmt: skip
+            found = {p: load_lanes(builder, types.float32, t, LANES) for p, t in targets.items()}
+            for place, total in add_products(builder, width, found, load_operands, 16).items():
+                store_lanes(builder, types.float32, targets[place], total)
+        return context.get_dummy_value()
+
+    signature = types.void(sums, _INDEX, q, _INDEX, _INDEX, k, _INDEX, _INDEX, _INDEX)
+    return signature, codegen
+
+
 def _join(builder, low, high):
     """Concatenate two vectors."""
     lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))

@@ -25,7 +25,7 @@ Key or value ``n`` is at ``base + rows[n]``, for slots of pages as for a contigu
 
 from __future__ import annotations
 
-from .blocks import ROWS, WIDE, mix_block, rows_of_next, score_block
+from .blocks import ROWS, WIDE, add_scores_block, mix_block, rows_of_next, score_block
 from .compile import inner, inner_by_types
 from .gemm import pad_to_fours
 from .simd import (
@@ -55,6 +55,9 @@ from .simd_pairs import (
     zip_high,
     zip_low,
 )
+
+PART = 256
+"""Columns of sixteen float32 keys that stay in an L1 cache of 32 KiB."""
 
 
 @inner()
@@ -154,6 +157,40 @@ def score_tile(scores, q, q_at, q_stride, num_rows, k, base, rows, ahead, tile_n
         for n in range(0, tile_n, 4):
             s = scores_4x4(q, q_at + r * q_stride, q_stride, k, base, rows, ahead, n, width)
             store_4x4(scores, r * tile_n + n, tile_n, s)
+
+
+@inner()
+def score_in_parts(scores, sums, part, q, q_at, num_rows, k, rows, ahead, width):
+    """``score_tile`` of sixteen keys and rows of ``width``, ``PART`` columns at a time.
+
+    A part of the keys is converted once, into ``part``, and stays in the L1 cache for all queries.
+    A score's lanes, in ``sums``, add in the same order.
+    """
+    sums[: num_rows * 256] = 0
+    for start in range(0, width, PART):
+        size = min(PART, width - start)
+        for n in range(16):
+            for d in range(0, size, 16):
+                prefetch(k, ahead[n] + start + d)
+                store(part, n * PART + d, load(k, rows[n] + start + d))
+        for r in range(0, num_rows, 4):
+            at = q_at + r * width + start
+            for n in range(0, 16, 4):
+                add_scores_block(sums, (r + n // 4) * 256, q, at, width, part, n * PART, PART, size)
+    for r in range(0, num_rows, 4):
+        for n in range(0, 16, 4):
+            store_4x4(scores, r * 16 + n, 16, sum_each(_load_lanes(sums, (r + n // 4) * 256)))
+
+
+@inner()
+def _load_lanes(sums, at):
+    """Sixteen vectors."""
+    return (
+        load(sums, at), load(sums, at + 16), load(sums, at + 32), load(sums, at + 48),
+        load(sums, at + 64), load(sums, at + 80), load(sums, at + 96), load(sums, at + 112),
+        load(sums, at + 128), load(sums, at + 144), load(sums, at + 160), load(sums, at + 176),
+        load(sums, at + 192), load(sums, at + 208), load(sums, at + 224), load(sums, at + 240),
+    )  # fmt: skip
 
 
 @inner()
