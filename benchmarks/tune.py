@@ -21,14 +21,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from pagetile.device import DeviceInfo
-from pagetile.ops.paged_attention.plan import (
-    MEASURED,
-    DecodeTiles,
-    GpuPlan,
-    kind_of,
-    make_plan,
-    refuse_hopper_decode,
-)
+from pagetile.ops.paged_attention.plan import GpuPlan, make_plan, refuse_hopper_decode
+from pagetile.ops.paged_attention.plan.decode_tiles import MEASURED, DecodeTiles, kind_of
 from pagetile.ops.paged_attention.problem import Problem
 
 from .cases import GPU_CASES

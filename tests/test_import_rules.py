@@ -29,7 +29,6 @@ LAYERS = [
             for file in ("reference", "plan", "problem", "batch", "value_checks", "cpu", "cpu_")
         ),
         *("ops.attention." + file for file in ("block_mask", "tile_lists")),
-        "ops.paged_attention.unpacking",
         *("ops.*." + file for file in ("triton", "triton_", "hopper", "hopper_")),
     ],
     ["ops"],

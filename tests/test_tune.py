@@ -14,13 +14,12 @@ from benchmarks.gpu_attention import GpuDecodeCase
 from typer.testing import CliRunner
 
 from pagetile.device import DeviceInfo
-from pagetile.ops.paged_attention import plan as plans
-from pagetile.ops.paged_attention.plan import (
+from pagetile.ops.paged_attention.plan import decode_tiles, make_plan
+from pagetile.ops.paged_attention.plan.decode_tiles import (
     MEASURED,
     DecodeTiles,
     choose_decode_tiles,
     kind_of,
-    make_plan,
 )
 from pagetile.ops.paged_attention.problem import Problem
 
@@ -32,11 +31,11 @@ PROBLEM = Problem(64, 64, 1, 4096, 32, 8, 128, 128, 16, torch.bfloat16, torch.bf
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     path = tmp_path / "tiles.json"
-    monkeypatch.setattr(plans, "MEASURED", path)
+    monkeypatch.setattr(decode_tiles, "MEASURED", path)
     monkeypatch.setattr(tune, "MEASURED", path)
-    plans._measured.cache_clear()
+    decode_tiles._measured.cache_clear()
     yield path
-    plans._measured.cache_clear()
+    decode_tiles._measured.cache_clear()
 
 
 def test_a_measured_gpu_takes_its_tiles_and_others_the_formula_s(table):

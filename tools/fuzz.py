@@ -42,11 +42,8 @@ from pagetile.device import DeviceInfo
 from pagetile.errors import UnsupportedError
 from pagetile.ops.attention_checks import default_scale
 from pagetile.ops.paged_attention import make_plan, paged_attention, shared_prefixes
-from pagetile.ops.paged_attention.plan import (
-    LEAST_JOINED,
-    make_gpu_plan,
-    make_hopper_prefill_plan,
-)
+from pagetile.ops.paged_attention.plan import make_gpu_plan, make_hopper_prefill_plan
+from pagetile.ops.paged_attention.plan.decode_tiles import LEAST_JOINED
 from pagetile.ops.paged_attention.problem import Arguments
 from pagetile.testing import (
     PagedCase,

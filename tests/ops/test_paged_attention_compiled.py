@@ -20,7 +20,8 @@ from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import PagedBatch, Problem, triton
 from pagetile.ops.paged_attention.checks import validate
 from pagetile.ops.paged_attention.hopper import SPECIALISED
-from pagetile.ops.paged_attention.plan import make_gpu_plan, make_prefix_plan
+from pagetile.ops.paged_attention.plan import make_gpu_plan
+from pagetile.ops.paged_attention.plan.prefixes import make_prefix_plan
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, PREFILL
 from pagetile.shapes import Form

@@ -29,7 +29,7 @@ from triton import jit
 
 from pagetile.ops.paged_attention import hopper, hopper_prefill, triton
 from pagetile.ops.paged_attention.hopper import SPECIALISED
-from pagetile.ops.paged_attention.plan import short_len
+from pagetile.ops.paged_attention.plan.prefill import short_len
 from pagetile.ops.paged_attention.problem import Arguments, form_of
 from pagetile.ops.paged_attention.triton import DECODE, prepare_short
 from pagetile.ops.paged_attention.triton_work import choose_whole

@@ -10,12 +10,12 @@ from pagetile.errors import ShapeError
 from pagetile.ops.paged_attention import Problem, make_plan
 from pagetile.ops.paged_attention.checks import check_plan
 from pagetile.ops.paged_attention.plan import (
-    fit_to_prefill,
     make_gpu_plan,
     make_hopper_prefill_plan,
     refuse_hopper_decode,
     refuse_hopper_prefill,
 )
+from pagetile.ops.paged_attention.plan.decode import fit_to_prefill
 from pagetile.tiles.cpu.plan import SPLIT_SIZE
 from pagetile.tiles.hopper.tiling import PACKED_FORMATS, ForwardConfig
 

@@ -9,9 +9,10 @@ import torch
 
 from pagetile.device import DeviceInfo
 from pagetile.ops.paged_attention import Problem
-from pagetile.ops.paged_attention.plan import make_hopper_prefill_plan, short_len
+from pagetile.ops.paged_attention.plan import make_hopper_prefill_plan
+from pagetile.ops.paged_attention.plan.prefill import short_len
+from pagetile.ops.paged_attention.plan.unpacking import MOST_BYTES, MOST_SEQS, PAGE, count_pages
 from pagetile.ops.paged_attention.problem import Arguments, form_of
-from pagetile.ops.paged_attention.unpacking import MOST_BYTES, MOST_SEQS, PAGE, count_pages
 from pagetile.testing import PagedCase, assert_matches, make_inputs, poisoned_memory
 from pagetile.tiles.state import AttentionOutput
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ...device import DeviceInfo
 from ...tiles.hopper.gluon_launcher import GluonLauncher
 from ...tiles.hopper.launch import refuse_device
@@ -11,17 +13,13 @@ from .plan import GpuPlan, make_gpu_plan, refuse_hopper_decode
 from .problem import CallForm, Problem
 from .triton import Kernel, PreparedLaunch
 
+make_plan = functools.partial(make_gpu_plan, hopper=True)
 SPECIALISED = Kernel(decode_kernel, GluonLauncher, takes_pairs=True, joins_heads=True)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     """Return why this cannot run ``problem``, or None if it can."""
     return refuse_device(device) or refuse_hopper_decode(problem)
-
-
-def make_plan(problem: Problem, device: DeviceInfo, *, batch_invariant: bool = False) -> GpuPlan:
-    """Return the plan that ``prepare`` uses where it is given none."""
-    return make_gpu_plan(problem, device, batch_invariant=batch_invariant, hopper=True)
 
 
 def prepare(problem: Problem, form: CallForm, plan: GpuPlan | None = None) -> PreparedLaunch:

@@ -29,9 +29,10 @@ from ...errors import ShapeError
 from ...tiles.hopper.launch import attend, refuse_device
 from ...tiles.state import AttentionOutput
 from .hopper import SPECIALISED
-from .plan import GpuPlan, make_hopper_prefill_plan, refuse_hopper_prefill, short_len
+from .plan import GpuPlan, make_hopper_prefill_plan, refuse_hopper_prefill
+from .plan.prefill import short_len
 from .problem import Arguments, CallForm, Problem
-from .triton import PreparedLaunch, is_packed, pack, prepare_short
+from .triton import PreparedLaunch, is_ready, prepare_short, with_contiguous_lengths
 from .triton_unpack import UnpackLaunch, prepare_unpacking
 
 make_plan = make_hopper_prefill_plan
@@ -54,7 +55,7 @@ def prepare(
     own = make_plan(
         problem,
         device,
-        batch_invariant=_is_invariant(plan),
+        batch_invariant=plan is not None and plan.split_size > 0,
         unpacks=None if plan is None else plan.unpacks,
     )
     if plan not in (None, own):
@@ -65,7 +66,7 @@ def prepare(
             f"unpacks={own.unpacks}: plan_paged_attention for these tensors"
         )
     # The kernel would not wait for a conversion between the two launches.
-    overlaps_prefill = not own.divides_keys and _is_written_in_place(form) and is_packed(form)
+    overlaps_prefill = not own.divides_keys and _is_written_in_place(form) and is_ready(form)
     prefill = own if overlaps_prefill else None
     short = prepare_short(problem, form, plan, SPECIALISED, prefill=prefill)
     unpack = prepare_unpacking(problem, form, device) if own.unpacks else None
@@ -79,16 +80,12 @@ def _is_written_in_place(form: CallForm) -> bool:
     return form.is_aligned and all(s > 0 and s % 8 == 0 for s in form.out.strides[:2])
 
 
-def _is_invariant(plan: GpuPlan | None) -> bool:
-    return plan is not None and plan.split_size > 0
-
-
 def _run(
     problem: Problem, short: PreparedLaunch | None, unpack: UnpackLaunch | None,
     divides_keys: bool, overlaps_prefill: bool, call: Arguments,
 ) -> AttentionOutput:  # fmt: skip
     """Fill ``out``. The short sequences' launch comes last, overlapping this one's, or first."""
-    q, batch = call.q, pack(call.batch)
+    q, batch = call.q, with_contiguous_lengths(call.batch)
     out = q.new_empty(problem.out_sizes) if call.out is None else call.out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if short is not None and not overlaps_prefill:

@@ -176,6 +176,12 @@ class Problem:
         """The wider of a key and a value."""
         return max(self.head_size, self.v_head_size)
 
+    @property
+    def multiplies_float32(self) -> bool:
+        """Whether products are float32: if an operand is, or if both are different 16-bit types."""
+        q, kv = self.q_dtype, self.kv_dtype
+        return torch.float32 in (q, kv) or (kv.itemsize == 2 and q != kv)
+
 
 _OPTIONAL = "alibi_slopes", "sinks", "k_scale", "v_scale", "visible_blocks"
 OF_BATCH = "block_tables", "seq_lens", "cu_seqlens_q"

@@ -26,7 +26,8 @@ from torch import Tensor
 from ...device import DeviceInfo
 from ...tiles.state import AttentionOutput
 from .batch import PagedBatch, SharedPrefixes
-from .plan import make_prefix_plan, refuse_hopper_prefill
+from .plan import refuse_hopper_prefill
+from .plan.prefixes import make_prefix_plan
 from .problem import Arguments, Problem, form_of
 
 GPU_BYTES = 256 << 20

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...tiles.triton.early import wait_for_previous
 from ...tiles.triton.launch import INTERPRETED, POINTERS, Launcher, begins_early, is_aligned
 from ...tiles.triton.online_softmax import LOG2_E, finish, finite
-from .plan import MERGED_AT_ONCE
+from .plan.decode import MERGED_AT_ONCE
 
 
 @triton.jit

@@ -33,9 +33,9 @@ from ...shapes import power_of_2
 from ...tiles.triton.early import let_next_begin
 from ...tiles.triton.launch import INTERPRETED, POINTERS, Launch, Launcher, window_of
 from .batch import PagedBatch
-from .plan import short_len
+from .plan.prefill import short_len
+from .plan.unpacking import PAGE, count_pages
 from .problem import Arguments, CallForm, Problem
-from .unpacking import PAGE, count_pages
 
 _ELEMENTS = 8192
 """Elements of a work item's keys: 64 bytes a thread."""

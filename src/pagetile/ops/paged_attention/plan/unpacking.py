@@ -7,7 +7,7 @@ only, not on lengths that only the device knows.
 
 from __future__ import annotations
 
-from .problem import Problem
+from ..problem import Problem
 
 PAGE = 128
 """Keys of an unpacked page: whole tiles of the forward kernel, one TMA box each."""
