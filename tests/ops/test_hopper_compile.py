@@ -50,6 +50,7 @@ from pagetile.tiles.hopper.tiling import (  # noqa: E402
     refuse_cap,
     tiling_of,
 )
+from pagetile.tiles.triton.online_softmax import LOG2_E  # noqa: E402
 
 F16, BF16 = torch.float16, torch.bfloat16
 H200 = DeviceInfo("cuda", 132, "NVIDIA H200", capability=(9, 0))
@@ -326,7 +327,7 @@ def test_bounded_scores_need_no_maximum(config, is_bounded, tmp_path):
 
 def test_weights_of_bounded_scores_stay_in_range():
     """Weights for the largest cap in bfloat16, and sums of many times large values in float32."""
-    bound = max(c for c in range(1, 129) if refuse_cap(c) is None) * softmax.LOG2_E.value
+    bound = max(c for c in range(1, 129) if refuse_cap(c) is None) * LOG2_E.value
     part = softmax.PART_OF_CAP.value
     assert -bound * (1 + part) >= -126 + 20
     assert bound * (1 - part) + 20 + 25 <= 127

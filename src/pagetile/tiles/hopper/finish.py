@@ -4,11 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..triton.online_softmax import LN_2, LOG2_E, finite
+from .config import COLUMNS, ROWS
 from .layouts import part_of, part_start, wide_rows
-from .load import COLUMNS, ROWS
-from .softmax import LOG2_E
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -75,7 +73,7 @@ def _add_sinks(m, l, sinks):
     """Add one logit to each row's softmax; return its state and the factor of earlier sums."""
     sinks *= LOG2_E
     new_m = gl.maximum(m, sinks)
-    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    pivot = finite(new_m)
     decay = gl.exp2(m - pivot)
     return new_m, l * decay + gl.exp2(sinks - pivot), decay
 

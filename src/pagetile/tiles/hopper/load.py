@@ -9,10 +9,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .config import COLUMNS, ROWS
 from .gather import gather_tiles
 from .gather_packed import gather_packed_tiles
+from .metadata import (
+    CAUSAL_LIMIT,
+    COUNT,
+    HEAD,
+    K_SCALE,
+    NUM_FULL,
+    NUM_KEYS,
+    NUM_RIGHT,
+    NUM_TILES,
+    NUM_TOKENS,
+    RECORD,
+    SLOT,
+    SPLIT,
+    TOKEN,
+    V_SCALE,
+)
 from .names import barrier
-from .record import record
 from .schedule import (
     LIST_FIELDS,
     OUT_OF_BOUNDS,
@@ -23,57 +39,6 @@ from .schedule import (
     tile_of_iteration,
 )
 from .splits import cut_range, find_in_waves, find_split
-
-ROWS = gl.constexpr(64)  # of a warpgroup
-COLUMNS = gl.constexpr(64)  # of a swizzled atom: 128 bytes
-
-# Fields of a tile's metadata. Keys count from the first of its rightmost tile.
-NUM_TILES = gl.constexpr(0)  # of keys; 0: there is no more work
-NUM_RIGHT = gl.constexpr(1)  # masked tiles after the rightmost
-NUM_FULL = gl.constexpr(2)  # tiles that need no mask
-CAUSAL_LIMIT = gl.constexpr(3)  # the first token's own key
-NUM_KEYS = gl.constexpr(4)  # keys from the rightmost tile's first on
-TOKEN = gl.constexpr(5)  # the first token's row in q
-NUM_TOKENS = gl.constexpr(6)  # from there to the sequence's end
-HEAD = gl.constexpr(7)
-RECORD = gl.constexpr(8)  # where the tile's list begins, if SPARSE
-SPLIT = gl.constexpr(9)  # index of the split, if SPLITS
-COUNT = gl.constexpr(10)  # number of the tile's splits
-SLOT = gl.constexpr(11)  # scratch slot of the first split
-K_SCALE = gl.constexpr(12)  # bits of the head's scales
-V_SCALE = gl.constexpr(13)
-
-
-@record
-class KernelConfig:
-    """The constants that the forward kernel is compiled for."""
-
-    HEAD_SIZE: gl.constexpr
-    V_SIZE: gl.constexpr
-    BLOCK_SIZE: gl.constexpr  # 0: keys are ragged, not paged
-    BOX: gl.constexpr
-    ATOMS: gl.constexpr
-    GATHER: gl.constexpr
-    PACK: gl.constexpr
-    WARPGROUPS: gl.constexpr
-    TOKENS: gl.constexpr  # query tokens of a tile
-    CAUSAL: gl.constexpr
-    HAS_WINDOW: gl.constexpr
-    HAS_CAP: gl.constexpr
-    HAS_ALIBI: gl.constexpr
-    HAS_SINKS: gl.constexpr
-    UNIFORM: gl.constexpr
-    STAGED: gl.constexpr
-    PINGPONG: gl.constexpr
-    SPARSE: gl.constexpr  # tiles of keys are those on a list
-    SPLITS: gl.constexpr  # programs may split a tile's keys
-    KEY_TILES: gl.constexpr  # tiles of COLUMNS columns that hold a key's columns, if not 1
-    DRAWS: gl.constexpr  # programs draw tiles from a shared queue
-    EARLY: gl.constexpr  # a warpgroup releases its queries after their last product with keys
-    PACKED: gl.constexpr  # format of 8-bit caches, which are gathered; or "none"
-    SCALES: gl.constexpr  # scales of 8-bit caches, per "head" or "token"; or "none"
-    HOLDS_Q: gl.constexpr  # warpgroups hold their queries in registers; requires EARLY
-    BOUNDED: gl.constexpr  # scores are bounded, so that weights need no maximum: see ``softmax``
 
 
 @gluon.jit

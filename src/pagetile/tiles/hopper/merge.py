@@ -11,9 +11,10 @@ stores, counts and merges the results of its own rows.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..triton.online_softmax import finite
+from .config import COLUMNS, ROWS
 from .finish import finish, finish_rows, store_rows
 from .layouts import part_start, wide_rows
-from .load import COLUMNS, ROWS
 from .names import barrier
 
 
@@ -83,7 +84,7 @@ def _add_split(
     mask = gl.full([ROWS, COLUMNS], exists, gl.int1, LAYOUT)
     split_acc = gl.load(schedule.accs + at, mask, other=0.0, cache_modifier=".cg")
     new_m = gl.maximum(m, split_m)
-    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    pivot = finite(new_m)
     decay, weight = gl.exp2(m - pivot), gl.exp2(split_m - pivot)
     acc = acc * decay[:, None] + split_acc * weight[:, None]
     return new_m, l * decay + split_l * weight, acc

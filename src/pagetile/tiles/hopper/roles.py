@@ -1,7 +1,8 @@
-"""Warp specialisation: streams of computing warps, and loading warps."""
+"""Warp specialisation: streams of computing warps, loading warps, and barriers of warpgroups."""
 
 from typing import Any
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _unwrap_if_constexpr, builtin
 
@@ -35,3 +36,33 @@ def specialise(
         _semantic=_semantic,
         _generator=_generator,
     )
+
+
+@gluon.constexpr_function
+def _barrier(action, number, warpgroups):
+    # The compiler uses named barriers from 0 on, one for each partition; those from 8 on are free.
+    return f"barrier.cta.{action}.aligned {8 + number}, {128 * warpgroups}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _at_barrier(ACTION: gl.constexpr, NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr):
+    barrier: gl.constexpr = _barrier(ACTION, NUMBER, WARPGROUPS)
+    gl.inline_asm_elementwise(barrier, "=r,~{memory}", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def scheduler_wait(GROUP: gl.constexpr):
+    """Wait until the previous warpgroup has issued its products."""
+    _at_barrier("sync", GROUP, 2)
+
+
+@gluon.jit
+def scheduler_arrive(GROUP: gl.constexpr):
+    """Let a warpgroup issue its products."""
+    _at_barrier("arrive", GROUP, 2)
+
+
+@gluon.jit
+def warpgroup_barrier(WARPGROUPS: gl.constexpr):
+    """Wait for all warpgroups."""
+    _at_barrier("sync", WARPGROUPS, WARPGROUPS)

@@ -117,7 +117,8 @@ def make_tile_queue(drawn):
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
+    """The operation of ``associative_scan``."""
     return a + b
 
 
@@ -204,7 +205,7 @@ def _find_in_longest(batch, number, TOKENS: gl.constexpr, config):
         high = gl.where(has_more, high, middle)
     number -= gl.sum(gl.where(seq_len > high, num_tiles, 0), 0)
     equal = gl.where(seq_len == high, num_tiles, 0)
-    ends = gl.associative_scan(equal, 0, _add)
+    ends = gl.associative_scan(equal, 0, add)
     found = (number < ends) & (number >= ends - equal)
     rest = gl.sum(gl.where(found, ends, 0), 0) - 1 - number
     own_tiles = gl.max(gl.where(found, equal, 1), 0) // batch.num_heads
@@ -259,33 +260,3 @@ def listed_tiles(record, seq_len, TILE_N: gl.constexpr):
     num_right = gl.maximum(num_partial - 1, 0)
     num_keys = gl.where(num_partial + num_full > 0, seq_len - origin, 0)
     return num_tiles, num_right, num_tiles - 1 - num_right, origin, num_keys
-
-
-@record
-class TileMetadata:
-    """Each tile's metadata in shared memory, from the loading warp to the computing warpgroups."""
-
-    fields: gl.shared_memory_descriptor  # [STAGES * FIELDS, 1] int32
-    STAGES: gl.constexpr
-    FIELDS: gl.constexpr
-
-    @gluon.jit
-    def write(self, use, FIELD: gl.constexpr, value):
-        """Write a field of a use."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        field = self.fields.index(use % self.STAGES * self.FIELDS + FIELD)
-        field.store(gl.full([1], value, gl.int32, LAYOUT))
-
-    @gluon.jit
-    def read(self, use, FIELD: gl.constexpr):
-        """Read a field of a use, which must be full."""
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.max(self.fields.index(use % self.STAGES * self.FIELDS + FIELD).load(LAYOUT), 0)
-
-
-@gluon.jit
-def make_tile_metadata(STAGES: gl.constexpr, FIELDS: gl.constexpr):
-    """Shared memory for the metadata of ``STAGES`` tiles."""
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    fields = gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], LAYOUT)
-    return TileMetadata(fields, STAGES, FIELDS)

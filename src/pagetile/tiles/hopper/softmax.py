@@ -1,11 +1,10 @@
-"""Softmax of a tile of scores in registers, and barriers between warpgroups."""
+"""Softmax of a tile of scores in registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..triton.online_softmax import LOG2_E, finite
 from .record import record
-
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @record
@@ -87,15 +86,15 @@ def add_alibi(s, causal_limit, slope):
 
 
 @gluon.jit
-def apply_mask(
-    s, causal_limit, window, num_keys, other, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr
-):
+def apply_mask(s, causal_limit, num_keys, other, scoring, config):
     """Set scores of invisible keys to ``other``; ``causal_limit`` is each row's own key."""
     N: gl.constexpr = s.shape[1]
     key = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))[None, :]
-    seen = key <= gl.minimum(causal_limit, num_keys - 1)[:, None] if CAUSAL else key < num_keys
-    if HAS_WINDOW:
-        seen = seen & (key > (causal_limit - window)[:, None])
+    seen = (
+        key <= gl.minimum(causal_limit, num_keys - 1)[:, None] if config.CAUSAL else key < num_keys
+    )
+    if config.HAS_WINDOW:
+        seen = seen & (key > (causal_limit - scoring.window)[:, None])
     return gl.where(seen, s, other)
 
 
@@ -103,8 +102,7 @@ def apply_mask(
 def update_softmax(s, m, l, scale):
     """Online softmax: a tile's weights, the factor of earlier sums, and the new ``m`` and ``l``."""
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
-    # Without keys -inf - -inf would be NaN.
-    pivot = gl.where(new_m == float("-inf"), 0.0, new_m)
+    pivot = finite(new_m)
     p = gl.exp2(gl.fma(s, scale, -pivot[:, None]))
     decay = gl.exp2(m - pivot)
     return p, decay, new_m, l * decay + gl.sum(p, 1)
@@ -146,33 +144,3 @@ def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     numbers = gl.reshape(gl.join(low, high), [M, 2 * N])
     return gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
-
-
-@gluon.constexpr_function
-def _barrier(action, number, warpgroups):
-    # The compiler uses named barriers from 0 on, one for each partition; those from 8 on are free.
-    return f"barrier.cta.{action}.aligned {8 + number}, {128 * warpgroups}; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def _at_barrier(ACTION: gl.constexpr, NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr):
-    barrier: gl.constexpr = _barrier(ACTION, NUMBER, WARPGROUPS)
-    gl.inline_asm_elementwise(barrier, "=r,~{memory}", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def scheduler_wait(GROUP: gl.constexpr):
-    """Wait until the previous warpgroup has issued its products."""
-    _at_barrier("sync", GROUP, 2)
-
-
-@gluon.jit
-def scheduler_arrive(GROUP: gl.constexpr):
-    """Let a warpgroup issue its products."""
-    _at_barrier("arrive", GROUP, 2)
-
-
-@gluon.jit
-def warpgroup_barrier(WARPGROUPS: gl.constexpr):
-    """Wait for all warpgroups."""
-    _at_barrier("sync", WARPGROUPS, WARPGROUPS)

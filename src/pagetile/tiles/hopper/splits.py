@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 
 from .dividing import ITEM_COST, LEAST_KEYS, MERGE_COST, MOST_SEQS, MOST_SPLITS, SLOTS, SPLIT_COST
 from .record import record
-from .schedule import count_seq_tiles, find_tile, key_tiles
+from .schedule import add, count_seq_tiles, find_tile, key_tiles
 
 _AT_ONCE = gl.constexpr(128)  # sequences that are measured at a time
 _LEAST_KEYS = gl.constexpr(LEAST_KEYS)
@@ -141,11 +141,6 @@ def find_in_waves(batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.cons
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _measure(
     batch, seq, TOKENS: gl.constexpr, TILE_N: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
@@ -243,7 +238,7 @@ def make_split_schedule(
     for start in range(0, batch.num_seqs, _AT_ONCE):
         tiles, _, longest = _measure(batch, start + at_once, TOKENS, TILE_N, CAUSAL, HAS_WINDOW)
         splits = tiles * ((longest + split_tiles - 1) // split_tiles) * batch.num_heads
-        ends = gl.associative_scan(splits, 0, _add)
+        ends = gl.associative_scan(splits, 0, add)
         blocks.index(start // _AT_ONCE).store(before + ends - splits)
         before += gl.sum(splits, 0)
     starts = blocks._reinterpret(gl.int32, [_MOST_SEQS, 1], SHARED)
