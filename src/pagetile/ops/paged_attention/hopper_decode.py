@@ -38,7 +38,7 @@ def decode_kernel(
     lse,  # float32 [num_tokens, num_heads]
     split_accs,  # float32 [slots, ROWS, V]: acc of splits of a head's keys
     split_sums,  # float32 [slots, 2, ROWS]: their m and l; if MERGE_ROWS, split_info comes first
-    arrivals,  # int32 [num_seqs * num_kv_heads] of zeros, left as zeros
+    arrivals,  # int32 [num_seqs * num_kv_heads + slots] of zeros, left as zeros
     q,  # [num_tokens, num_heads, SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, WIDTH]: elements, or int16 pairs of 8 bits
     v_cache,  # likewise
@@ -96,13 +96,13 @@ def decode_kernel(
         PAIRED: gl.constexpr = PACKED != "none"
         KEPT: gl.constexpr = gl.int16 if PAIRED else k_cache.dtype.element_ty
         PER: gl.constexpr = 2 if PAIRED else 1
-        GROUPED: gl.constexpr = TILE_M == 64
-        grouped: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        WGMMA: gl.constexpr = TILE_M == 64
+        for_wgmma: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         k_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, D // PER // 8), [1, 0])
         v_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, V // PER // 8), [1, 0])
         unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        k_kept: gl.constexpr = grouped if GROUPED else k_tiles
-        v_kept: gl.constexpr = grouped if GROUPED else v_tiles
+        k_kept: gl.constexpr = for_wgmma if WGMMA else k_tiles
+        v_kept: gl.constexpr = for_wgmma if WGMMA else v_tiles
         k_ring = gl.allocate_shared_memory(KEPT, [STAGES * HEADS, TILE_N, D // PER], k_kept)
         v_ring = gl.allocate_shared_memory(KEPT, [STAGES * HEADS, TILE_N, V // PER], v_kept)
         SCALED: gl.constexpr = TILE_N if SCALES == "token" else 1
@@ -110,7 +110,7 @@ def decode_kernel(
         vs_ring = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, SCALED], unswizzled)
         queries = gl.allocate_shared_memory(DOT, [TILE_M, D // PER], k_kept)
         p_tiles: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE_N // 8), [1, 0])
-        WEIGHTS: gl.constexpr = 16 if GROUPED else TILE_M  # wgmma reads them from registers
+        WEIGHTS: gl.constexpr = 16 if WGMMA else TILE_M  # wgmma reads them from registers
         weights = gl.allocate_shared_memory(DOT, [WEIGHTS, TILE_N], p_tiles)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

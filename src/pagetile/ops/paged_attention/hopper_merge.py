@@ -1,12 +1,13 @@
-"""Merge the states of a head's splits, for ``hopper_decode``."""
+"""Write a head, or store its splits and merge their states, for ``hopper_decode``."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...tiles.hopper.names import barrier
 from ...tiles.triton.online_softmax import finite
-from .triton_work import slot_of
+from .triton_work import find_split, slot_of, store_split, store_split_info, write_rows
 
 _BY_LANE = gl.constexpr("""{
     .reg .b32 lane;
@@ -54,7 +55,7 @@ def _load_splits(
 
 
 @gluon.jit
-def merge_splits(
+def _merge_splits(
     split_accs, split_sums, first, members, stride, seq_head, first_cta, max_splits,
     SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
     LANES: gl.constexpr, layout: gl.constexpr,
@@ -102,3 +103,98 @@ def merge_splits(
         m = gl.convert_layout(m, gl.SliceLayout(1, merged))
         l = gl.convert_layout(l, gl.SliceLayout(1, merged))
     return m, l, acc
+
+
+@gluon.jit
+def _merge_if_last(
+    out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head, first_cta,
+    num_seqs, max_splits, sinks, factor, first_token, head, query_len, num_kv_heads,
+    out_token, out_head, GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, AT_ONCE: gl.constexpr,
+    LANES: gl.constexpr, MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr,
+):  # fmt: skip
+    """Count a stored split; the last CTA of a head to arrive merges its splits and writes ``out``.
+
+    More than ``MOST_MERGED`` splits are merged in two rounds: the last CTA of each group of
+    neighbours merges the group into the slot of its first split, and the last group's CTA merges
+    the groups. No CTA waits for another. ``arrivals`` holds a counter for each head, then one for
+    each group.
+    """
+    V_LANES: gl.constexpr = min(32, V // 4)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 32 // V_LANES, V_LANES], [1, gl.num_warps(), 1], [2, 1, 0]
+    )
+    merged: gl.constexpr = gl.SliceLayout(0, layout)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, merged))
+    column = gl.arange(0, V, layout=gl.SliceLayout(0, merged))
+    per_group = gl.where(num_splits > MOST_MERGED, MERGE_GROUP, num_splits)
+    first = split // per_group * per_group
+    members = gl.minimum(per_group, num_splits - first)
+    stride = 1
+    while members > 0:
+        barrier()  # all threads have stored before one of them counts
+        is_top = members * stride >= num_splits
+        slot = slot_of(first, seq_head, first_cta, max_splits, SPLITS_FIXED)
+        counter = arrivals + gl.where(is_top, seq_head, num_seqs * num_kv_heads + slot)
+        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        is_last = arrived == members - 1
+        if is_last:
+            gl.store(counter, 0)
+            m, l, acc = _merge_splits(
+                split_accs, split_sums, first, members, stride, seq_head, first_cta, max_splits,
+                SPLITS_FIXED, ROWS, V, AT_ONCE, LANES, layout,
+            )  # fmt: skip
+            if is_top:
+                write_rows(
+                    out, lse, m, l, acc, row, column, sinks, factor, first_token, head, query_len,
+                    num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+                )  # fmt: skip
+            else:
+                barrier()  # all threads have loaded the state that is overwritten
+                gl.store(split_sums + slot * 2 * ROWS + row, m)
+                gl.store(split_sums + slot * 2 * ROWS + ROWS + row, l)
+                place = split_accs + slot * ROWS * V + (row * V)[:, None] + column[None, :]
+                gl.store(place, acc)
+        members = gl.where(is_last & (is_top == 0), (num_splits + per_group - 1) // per_group, 0)
+        stride = per_group
+        first = 0 * first
+
+
+@gluon.jit
+def finish_head(
+    out, lse, split_accs, split_sums, split_info, arrivals, m, l, acc, row, column, sinks, factor,
+    seq_head, head, head_start, per_head, first, count, program, programs, total, num_seqs,
+    max_splits, first_token, query_len, num_kv_heads, out_token, out_head,
+    GROUP: gl.constexpr, V_SIZE: gl.constexpr, HAS_SINKS: gl.constexpr,
+    SPLITS_FIXED: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, LANES: gl.constexpr,
+    MOST_MERGED: gl.constexpr, MERGE_GROUP: gl.constexpr, MERGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Write a head with all of its keys; otherwise store the split, which is merged later.
+
+    The last CTA to arrive merges the splits, or ``merge_kernel`` if ``MERGE_ROWS``.
+    """
+    V: gl.constexpr = acc.shape[1]
+    if count == per_head:
+        write_rows(
+            out, lse, m, l, acc, row, column, sinks, factor, first_token, head, query_len,
+            num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS,
+        )  # fmt: skip
+        if MERGE_ROWS > 0:
+            store_split_info(split_info, seq_head, 0, 1)
+    else:
+        split, num_splits, first_cta = find_split(
+            head_start, per_head, first, program, programs, total, SPLITS_FIXED
+        )
+        slot = slot_of(split, seq_head, first_cta, max_splits, SPLITS_FIXED)
+        is_kept = row < (query_len * GROUP if MERGE_ROWS > 0 else ROWS)
+        store_split(split_accs, split_sums, slot, row, column, m, l, acc, is_kept, ROWS)
+        if MERGE_ROWS > 0:
+            if first == 0:
+                store_split_info(split_info, seq_head, first_cta, num_splits)
+        else:
+            _merge_if_last(
+                out, lse, split_accs, split_sums, arrivals, split, num_splits, seq_head,
+                first_cta, num_seqs, max_splits, sinks, factor, first_token, head, query_len,
+                num_kv_heads, out_token, out_head, GROUP, V_SIZE, HAS_SINKS, SPLITS_FIXED, ROWS,
+                V, AT_ONCE, LANES, MOST_MERGED, MERGE_GROUP,
+            )  # fmt: skip

@@ -23,20 +23,20 @@ import triton
 import triton.language as tl
 
 from ...tiles.triton.early import wait_for_previous
+from ...tiles.triton.forward import load_rows
 from ...tiles.triton.online_softmax import (
     LOG2_E,
     ROOM,
     SMALLEST,
+    apply_score_mods,
     exp2_of,
     fit_queries,
     merge,
     merge_first,
     precision_of,
     scale_weights,
-    tanh,
     update_softmax,
 )
-from ...tiles.triton.visible_blocks import logical_keys
 from .triton_work import (
     cut,
     find_block_numbers,
@@ -124,17 +124,6 @@ def _merge_splits(
 
 
 @triton.jit
-def _load_tile(
-    cache, block, slot, head, columns, used, block_stride, slot_stride, head_stride,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """Load keys or values of a tile; zeros for tokens that no row sees."""
-    at = block * block_stride + slot * slot_stride + head * head_stride
-    mask = used[:, None] & (columns < SIZE)[None, :]
-    return tl.load(cache + at[:, None] + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def _finish_head(
     out, lse, split_accs, split_sums, split_info, arrivals, m, l, acc, rows, v_columns, sinks,
     factor, seq_head, head, head_start, per_head, first, count, program, programs, total,
@@ -207,7 +196,7 @@ def decode_kernel(
     max_visible, search_steps, list_seq, list_head,
     GROUP: tl.constexpr, SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
-    PACKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr,
     HALVED: tl.constexpr,  # use half of the CTAs if each would have fewer tiles than this
@@ -274,6 +263,7 @@ def decode_kernel(
         if SCALES == "head":
             scale *= tl.load(k_scale + head * ks_head)
             factor = tl.load(v_scale + head * vs_head)
+        slopes = 0.0
         if HAS_ALIBI:
             slopes = tl.load(alibi_slopes + q_heads, mask=is_row, other=0.0) * LOG2_E
 
@@ -307,23 +297,18 @@ def decode_kernel(
             number = find_block_numbers(
                 blocks, key + 2 * TILE_N, first_key, end_key, block_size, BLOCK_SIZE, VISIBLE
             )
-            k_tile = _load_tile(
-                k_cache, block, slot, head, columns, used, k_block, k_slot, k_head, SIZE
-            )
-            v_tile = _load_tile(
-                v_cache, block, slot, head, v_columns, used, v_block, v_slot, v_head, V_SIZE
-            )
+            row = block * k_block + slot * k_slot + head * k_head
+            k_tile = load_rows(k_cache, row, used, SIZE, D, True)
+            row = block * v_block + slot * v_slot + head * v_head
+            v_tile = load_rows(v_cache, row, used, V_SIZE, V, True)
             s = tl.dot(q_tile, tl.trans(k_tile.to(DOT)), input_precision=precision_of(D, V)) * scale
             if SCALES == "token":
                 row = block * ks_block + slot * ks_slot + head * ks_head
                 s *= tl.load(k_scale + row, mask=used, other=0.0)[None, :]
-            if HAS_CAP:
-                s = tanh(s) * (soft_cap * LOG2_E)
-            if HAS_ALIBI:
-                place = key
-                if VISIBLE:
-                    place = logical_keys(blocks, key, first_key, end_key, block_size)
-                s += slopes[:, None] * (place[None, :] - position[:, None])
+            s = apply_score_mods(
+                s, key, position, slopes, soft_cap, blocks, first_key, end_key, block_size, HAS_CAP,
+                HAS_ALIBI, VISIBLE,
+            )  # fmt: skip
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
             p, decay, m, l = update_softmax(s, m, l)

@@ -26,15 +26,15 @@ from .online_softmax import (
     ROOM,
     SMALLEST,
     add_sink,
+    apply_score_mods,
     exp2_of,
     finish,
     fit_queries,
     precision_of,
     scale_weights,
-    tanh,
     update_softmax,
 )
-from .visible_blocks import compact_position, logical_keys
+from .visible_blocks import compact_position
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def find_tile(cu_seqlens_q, num_seqs, tile, GROUP: tl.constexpr, TILE_M: tl.cons
 
 
 @triton.jit
-def _load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
+def load_rows(cache, row, used, SIZE: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
     """Keys or values ``[TILE_N, D]``; zeros where no row sees them."""
     columns = tl.arange(0, D)
     at = cache + row[:, None] + columns[None, :]
@@ -118,18 +118,15 @@ def attend_tiles(
             k_row, v_row = block * k_block + slot * k_slot, block * v_block + slot * v_slot
         else:
             k_row, v_row = key.to(tl.int64) * k_slot, key.to(tl.int64) * v_slot
-        k = _load_rows(k_cache, k_row, used, SIZE, D, MASKED)
+        k = load_rows(k_cache, k_row, used, SIZE, D, MASKED)
         s = tl.dot(q, tl.trans(k.to(DOT)), input_precision=precision_of(D, V)) * score_scale
         if SCALED:
             at = k_scale + block * ks_block + slot * ks_slot
             s *= tl.load(at, mask=used, other=0.0)[None, :]
-        if HAS_CAP:
-            s = tanh(s) * (soft_cap * LOG2_E)
-        if HAS_ALIBI:
-            place = key
-            if VISIBLE:
-                place = logical_keys(blocks, key, first_key, end_key, block_size)
-            s += slopes[:, None] * (place[None, :] - position[:, None])
+        s = apply_score_mods(
+            s, key, position, slopes, soft_cap, blocks, first_key, end_key, block_size, HAS_CAP,
+            HAS_ALIBI, VISIBLE,
+        )  # fmt: skip
         if MASKED:
             seen = (key[None, :] >= row_first[:, None]) & (key[None, :] < row_end[:, None])
             s = tl.where(seen, s, float("-inf"))
@@ -138,7 +135,7 @@ def attend_tiles(
             at = v_scale + block * vs_block + slot * vs_slot
             scales = tl.load(at, mask=used, other=0.0)
             p, decay, unit = scale_weights(p, decay, scales, unit)
-        v = _load_rows(v_cache, v_row, used, V_SIZE, V, MASKED)
+        v = load_rows(v_cache, v_row, used, V_SIZE, V, MASKED)
         acc = tl.dot(p.to(DOT), v.to(DOT), acc * decay[:, None], input_precision=precision_of(D, V))
     return m, l, acc, unit
 

@@ -8,6 +8,8 @@ A state ``(m, l, acc)`` is attention over the keys seen so far::
 import triton
 import triton.language as tl
 
+from .visible_blocks import logical_keys
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 SMALLEST = tl.constexpr(-100)  # initial ``unit`` of ``scale_weights``
@@ -120,3 +122,23 @@ def tanh(x):
     t = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
     far = (1 - t) / (1 + t)
     return tl.where(square < 0.04, series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def apply_score_mods(
+    s, key, position, slopes, soft_cap, blocks, first_key, end_key, block_size,
+    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Cap scores, and add ALiBi's biases; return scores times log2(e).
+
+    With a cap ``s`` is divided by it, otherwise it is already multiplied by log2(e), as ``slopes``
+    are. If VISIBLE, ``key`` has compact keys of the listed ``blocks``.
+    """
+    if HAS_CAP:
+        s = tanh(s) * (soft_cap * LOG2_E)
+    if HAS_ALIBI:
+        place = key
+        if VISIBLE:
+            place = logical_keys(blocks, key, first_key, end_key, block_size)
+        s += slopes[:, None] * (place[None, :] - position[:, None]).to(tl.float32)
+    return s
