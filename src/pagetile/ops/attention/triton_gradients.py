@@ -97,17 +97,18 @@ def prepare_kernel(
     if HAS_D_LSE:
         dlse_at = d_lse + seq * dlse_seq + token * dlse_token + head * dlse_head
         total -= tl.load(dlse_at, mask=inside, other=0.0)
-    x = tl.load(lse + source * num_heads + head, mask=inside, other=float("-inf")) * LOG2_E
+    row_lse2 = tl.load(lse + source * num_heads + head, mask=inside, other=float("-inf")) * LOG2_E
     # A row without a visible key gets weights of 0: 2 ** (s - inf).
-    x = tl.where(x == float("-inf"), float("inf"), x)
+    row_lse2 = tl.where(row_lse2 == float("-inf"), float("inf"), row_lse2)
     tl.store(delta + head * num_rows + row, total, mask=row < num_rows)
-    tl.store(lse2 + head * num_rows + row, x, mask=row < num_rows)
+    tl.store(lse2 + head * num_rows + row, row_lse2, mask=row < num_rows)
 
 
 @triton.jit
 def _walk_queries(
-    dk, dv, kt, vt, q, d_out, lse2, delta, first, num_tiles, turn, jump, n0, query_len, seq_len,
-    scale, cap, slope2, window, q_token, do_token, tiles, mask, mask_row, block_q, block_k,
+    dk, dv, k_tile, v_tile, q, d_out, lse2, delta, first, num_tiles, skip_at, skipped, n0,
+    query_len, seq_len, scale, cap, slope2, window, q_token, do_token, tiles, mask, mask_row,
+    block_q, block_k,
     HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
     SPARSE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
@@ -116,7 +117,7 @@ def _walk_queries(
 ):  # fmt: skip
     """Add the terms of ``num_tiles`` tiles of queries from row ``first`` on.
 
-    From tile number ``turn`` on, ``jump`` rows are skipped: those that need no mask. If SPARSE, the
+    From tile number ``skip_at`` on, ``skipped`` rows that need no mask are left out. If SPARSE, the
     tiles are those that ``tiles`` lists.
     """
     key = n0 + tl.arange(0, TILE_N)[:, None]
@@ -125,20 +126,20 @@ def _walk_queries(
         m = tl.load(tiles + i) * TILE_M if SPARSE else first + i * TILE_M
         if MASKED:
             if not SPARSE:
-                m += tl.where(i >= turn, jump, 0)
+                m += tl.where(i >= skip_at, skipped, 0)
             inside = m + rows < query_len
-            x = tl.load(lse2 + m + rows, mask=inside, other=float("inf"))[None, :]
-            mean = tl.load(delta + m + rows, mask=inside, other=0.0)[None, :]
+            row_lse2 = tl.load(lse2 + m + rows, mask=inside, other=float("inf"))[None, :]
+            row_delta = tl.load(delta + m + rows, mask=inside, other=0.0)[None, :]
         else:
-            x = tl.load(lse2 + m + rows)[None, :]
-            mean = tl.load(delta + m + rows)[None, :]
-        qt = load_tile(q, m, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
-        s = tl.dot(kt, tl.trans(qt), input_precision="tf32x3")
-        dot_out = load_tile(d_out, m, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
-        dp = tl.dot(vt, tl.trans(dot_out), input_precision="tf32x3")
+            row_lse2 = tl.load(lse2 + m + rows)[None, :]
+            row_delta = tl.load(delta + m + rows)[None, :]
+        q_tile = load_tile(q, m, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="tf32x3")
+        do_tile = load_tile(d_out, m, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="tf32x3")
         position = m + rows[None, :] + seq_len - query_len
         p, ds = differentiate(
-            s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
+            s, dp, row_lse2, row_delta, position, key, seq_len, scale, cap, slope2, window,
             CAUSAL, HAS_CAP, HAS_ALIBI, MASKED,
         )  # fmt: skip
         if MASKED and HAS_BLOCKS:
@@ -146,8 +147,8 @@ def _walk_queries(
                 mask, m + rows[None, :], key, query_len, seq_len, mask_row, block_q, block_k
             )
             p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
-        dv = tl.dot(p.to(dot_out.dtype), dot_out, dv, input_precision="tf32x3")
-        dk = tl.dot(ds.to(qt.dtype), qt, dk, input_precision="tf32x3")
+        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision="tf32x3")
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="tf32x3")
     return dk, dv
 
 
@@ -211,24 +212,25 @@ def key_gradients_kernel(
     v += seq * v_seq + first_key * v_token + kv_head * v_head
     k = describe(k, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
     v = describe(v, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
-    kt = load_tile(k, n0, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
-    vt = load_tile(v, n0, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+    k_tile = load_tile(k, n0, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
+    v_tile = load_tile(v, n0, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
     dk = tl.zeros([TILE_N, D], tl.float32)
     dv = tl.zeros([TILE_N, DV], tl.float32)
 
-    # Queries that see any of the keys: lo ≤ masked < some ≤ see all < most ≤ masked < end.
+    # Queries that see any of the keys: from start to end. Those that see all of them: from
+    # full_start to full_end.
     shift = seq_len - query_len
     last = tl.minimum(n0 + TILE_N, seq_len) - 1
-    lo, some = 0, 0
+    start, full_start = 0, 0
     if CAUSAL:
-        lo = tl.maximum(n0 - shift, 0) // TILE_M * TILE_M
-        some = tl.cdiv(tl.maximum(last - shift, 0), TILE_M) * TILE_M
+        start = tl.maximum(n0 - shift, 0) // TILE_M * TILE_M
+        full_start = tl.cdiv(tl.maximum(last - shift, 0), TILE_M) * TILE_M
     end = tl.cdiv(tl.maximum(tl.minimum(query_len, last + window - shift), 0), TILE_M) * TILE_M
-    most = tl.maximum(tl.minimum(query_len, n0 + window - shift), 0) // TILE_M * TILE_M
-    some = tl.minimum(some, end)
-    most = tl.minimum(tl.maximum(most, some), end)
-    first_masked = tl.maximum(some - lo, 0) // TILE_M
-    num_masked = first_masked + (end - most) // TILE_M
+    full_end = tl.maximum(tl.minimum(query_len, n0 + window - shift), 0) // TILE_M * TILE_M
+    full_start = tl.minimum(full_start, end)
+    full_end = tl.minimum(tl.maximum(full_end, full_start), end)
+    first_masked = tl.maximum(full_start - start, 0) // TILE_M
+    num_masked = first_masked + (end - full_end) // TILE_M
 
     for g in range(GROUP):
         head = (kv_head * GROUP + g).to(tl.int64)
@@ -241,27 +243,28 @@ def key_gradients_kernel(
         if HAS_ALIBI:
             slope2 = tl.load(alibi_slopes + head) * LOG2_E
         # Tiles without a mask; then those with one, before and after them.
-        full, num_full = some, (most - some) // TILE_M
-        partial, num_partial, turn, jump = lo, num_masked, first_masked, most - some
+        full, num_full = full_start, (full_end - full_start) // TILE_M
+        partial, num_partial = start, num_masked
+        skip_at, skipped = first_masked, full_end - full_start
         partial_tiles, full_tiles, head_mask = lists, lists, mask
         if SPARSE:
-            full, partial, turn, jump = 0, 0, 0, 0
+            full, partial, skip_at, skipped = 0, 0, 0, 0
             _, num_partial, num_full, partial_tiles = find_record(
                 lists, n0 // TILE_N, seq, head, pitch, list_seq, list_head
             )
             full_tiles = partial_tiles + num_partial
             head_mask = mask + seq * mask_seq + head * mask_head
         dk, dv = _walk_queries(
-            dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
+            dk, dv, k_tile, v_tile, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
             full, num_full, 0, 0, n0, query_len, seq_len, scale, cap, slope2, window, q_token,
             do_token, full_tiles, head_mask, mask_row, block_q, block_k,
             HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, False, SPARSE, HAS_BLOCKS,
             TILE_M, TILE_N, D, DV, STAGES, TMA,
         )  # fmt: skip
         dk, dv = _walk_queries(
-            dk, dv, kt, vt, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
-            partial, num_partial, turn, jump, n0, query_len, seq_len, scale, cap, slope2, window,
-            q_token, do_token, partial_tiles, head_mask, mask_row, block_q, block_k,
+            dk, dv, k_tile, v_tile, q_head_at, do_head_at, lse2 + row_at, delta + row_at,
+            partial, num_partial, skip_at, skipped, n0, query_len, seq_len, scale, cap, slope2,
+            window, q_token, do_token, partial_tiles, head_mask, mask_row, block_q, block_k,
             HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, True, SPARSE, HAS_BLOCKS,
             TILE_M, TILE_N, D, DV, STAGES, TMA,
         )  # fmt: skip
@@ -275,8 +278,9 @@ def key_gradients_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, qt, dot_out, x, mean, k, v, first, num_tiles, turn, jump, m0, query_len, seq_len,
-    scale, cap, slope2, window, k_token, v_token, tiles, mask, mask_row, block_q, block_k,
+    dq, q_tile, do_tile, row_lse2, row_delta, k, v, first, num_tiles, skip_at, skipped, m0,
+    query_len, seq_len, scale, cap, slope2, window, k_token, v_token, tiles, mask, mask_row,
+    block_q, block_k,
     HEAD_SIZE: tl.constexpr, V_HEAD_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, MASKED: tl.constexpr,
     SPARSE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
@@ -289,20 +293,20 @@ def _walk_keys(
     for i in tl.range(0, num_tiles, num_stages=1 if MASKED else STAGES):
         n = tl.load(tiles + i) * TILE_N if SPARSE else first + i * TILE_N
         if MASKED and not SPARSE:
-            n += tl.where(i >= turn, jump, 0)
-        kt = load_tile(k, n, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
-        s = tl.dot(qt, tl.trans(kt), input_precision="tf32x3")
-        vt = load_tile(v, n, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
-        dp = tl.dot(dot_out, tl.trans(vt), input_precision="tf32x3")
+            n += tl.where(i >= skip_at, skipped, 0)
+        k_tile = load_tile(k, n, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")
+        v_tile = load_tile(v, n, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="tf32x3")
         key = n + tl.arange(0, TILE_N)[None, :]
         _, ds = differentiate(
-            s, dp, x, mean, position, key, seq_len, scale, cap, slope2, window,
+            s, dp, row_lse2, row_delta, position, key, seq_len, scale, cap, slope2, window,
             CAUSAL, HAS_CAP, HAS_ALIBI, MASKED,
         )  # fmt: skip
         if MASKED and HAS_BLOCKS:
             seen = load_blocks(mask, row, key, query_len, seq_len, mask_row, block_q, block_k)
             ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(kt.dtype), kt, dq, input_precision="tf32x3")
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="tf32x3")
     return dq
 
 
@@ -375,51 +379,55 @@ def query_gradients_kernel(
     row_at = head * num_rows + first_row + (0 if RAGGED else seq * query_len) + row
     q = describe(q, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
     d_out = describe(d_out, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
-    qt = load_tile(q, m0, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
-    dot_out = load_tile(d_out, m0, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
-    x = tl.load(lse2 + row_at, mask=row < query_len, other=float("inf"))[:, None]
-    mean = tl.load(delta + row_at, mask=row < query_len, other=0.0)[:, None]
+    q_tile = load_tile(q, m0, q_token, query_len, TILE_M, D, HEAD_SIZE, TMA)
+    do_tile = load_tile(d_out, m0, do_token, query_len, TILE_M, DV, V_HEAD_SIZE, TMA)
+    row_lse2 = tl.load(lse2 + row_at, mask=row < query_len, other=float("inf"))[:, None]
+    row_delta = tl.load(delta + row_at, mask=row < query_len, other=0.0)[:, None]
     slope2 = 0.0
     if HAS_ALIBI:
         slope2 = tl.load(alibi_slopes + head) * LOG2_E
     dq = tl.zeros([TILE_M, D], tl.float32)
 
-    # Keys that any of the queries sees: lo ≤ masked < some ≤ seen by all < most ≤ masked < end.
+    # Keys that any of the queries sees: from start to end. Those that all see: from full_start to
+    # full_end.
     shift = seq_len - query_len
     last = tl.minimum(m0 + TILE_M, query_len) - 1 + shift
-    hi, most = seq_len, seq_len
+    hi, full_end = seq_len, seq_len
     if CAUSAL:
         hi = tl.maximum(tl.minimum(hi, last + 1), 0)
-        most = tl.maximum(tl.minimum(most, m0 + shift + 1), 0)
-    lo = tl.maximum(m0 + shift - window + 1, 0) // TILE_N * TILE_N
-    end = tl.maximum(tl.cdiv(hi, TILE_N) * TILE_N, lo)
-    some = tl.minimum(tl.cdiv(tl.maximum(last - window + 1, 0), TILE_N) * TILE_N, end)
-    most = tl.maximum(most // TILE_N * TILE_N, some)
-    first_masked = (some - lo) // TILE_N
-    num_masked = first_masked + (end - most) // TILE_N
+        full_end = tl.maximum(tl.minimum(full_end, m0 + shift + 1), 0)
+    start = tl.maximum(m0 + shift - window + 1, 0) // TILE_N * TILE_N
+    end = tl.maximum(tl.cdiv(hi, TILE_N) * TILE_N, start)
+    full_start = tl.minimum(tl.cdiv(tl.maximum(last - window + 1, 0), TILE_N) * TILE_N, end)
+    full_end = tl.maximum(full_end // TILE_N * TILE_N, full_start)
+    first_masked = (full_start - start) // TILE_N
+    num_masked = first_masked + (end - full_end) // TILE_N
 
     # Tiles without a mask; then those with one, before and after them.
     k += seq * k_seq + first_key * k_token + kv_head * k_head
     v += seq * v_seq + first_key * v_token + kv_head * v_head
     k = describe(k, k_token, seq_len, TILE_N, D, HEAD_SIZE, TMA)
     v = describe(v, v_token, seq_len, TILE_N, DV, V_HEAD_SIZE, TMA)
-    full, num_full = some, (most - some) // TILE_N
-    partial, num_partial, turn, jump = lo, num_masked, first_masked, most - some
+    full, num_full = full_start, (full_end - full_start) // TILE_N
+    partial, num_partial = start, num_masked
+    skip_at, skipped = first_masked, full_end - full_start
     partial_tiles, full_tiles = lists, lists
     if SPARSE:
         full, num_full = 0, num_full_listed
-        partial, num_partial, turn, jump = 0, num_listed, 0, 0
+        partial, num_partial, skip_at, skipped = 0, num_listed, 0, 0
         partial_tiles, full_tiles = listed, listed + num_listed
         mask += seq * mask_seq + head * mask_head
     dq = _walk_keys(
-        dq, qt, dot_out, x, mean, k, v, full, num_full, 0, 0, m0, query_len, seq_len,
-        scale, cap, slope2, window, k_token, v_token, full_tiles, mask, mask_row, block_q, block_k,
+        dq, q_tile, do_tile, row_lse2, row_delta, k, v, full, num_full, 0, 0, m0, query_len,
+        seq_len, scale, cap, slope2, window, k_token, v_token, full_tiles, mask, mask_row,
+        block_q, block_k,
         HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, False, SPARSE, HAS_BLOCKS,
         TILE_M, TILE_N, D, DV, STAGES, TMA,
     )  # fmt: skip
     dq = _walk_keys(
-        dq, qt, dot_out, x, mean, k, v, partial, num_partial, turn, jump, m0, query_len, seq_len,
-        scale, cap, slope2, window, k_token, v_token, partial_tiles, mask, mask_row, block_q,
+        dq, q_tile, do_tile, row_lse2, row_delta, k, v, partial, num_partial, skip_at, skipped, m0,
+        query_len, seq_len, scale, cap, slope2, window, k_token, v_token, partial_tiles, mask,
+        mask_row, block_q,
         block_k,
         HEAD_SIZE, V_HEAD_SIZE, CAUSAL, HAS_CAP, HAS_ALIBI, True, SPARSE, HAS_BLOCKS,
         TILE_M, TILE_N, D, DV, STAGES, TMA,
