@@ -315,7 +315,7 @@ def cut_kernel(
         position = position_of(row, lengths, ints)
         source = i, row, position, logits, ints, floats, addresses
         scalars = stride, vocab_size, num_words
-        x = load_logits(token, token < vocab_size, i, row, logits, stride)
+        x = load_logits(token, token < vocab_size, i, logits, stride)
         x = shape_logits(
             x, token, token < vocab_size, i, row, position, ints, floats, addresses,
             step_masks, num_words,

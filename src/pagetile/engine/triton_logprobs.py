@@ -59,7 +59,7 @@ def report_kernel(
     at_least = 0
     for start in range(0, vocab_size, RANK_TILE):
         at = start + tl.arange(0, RANK_TILE)
-        x = load_logits(at, at < vocab_size, i, row, logits, stride)
+        x = load_logits(at, at < vocab_size, i, logits, stride)
         at_least += tl.sum(((x >= own) & (at < vocab_size)).to(tl.int32), 0)
     out = report + i.to(tl.int64) * (2 + 2 * MAX_TOP)
     tl.store(out, at_least)
@@ -71,7 +71,7 @@ def report_kernel(
         order = tl.max(left, 0)
         tile = tl.min(tl.where(left == order, tiles, 2147483647), 0)
         at = tile * TILE + tl.arange(0, TILE)
-        orders = order_of(load_logits(at, at < vocab_size, i, row, logits, stride))
+        orders = order_of(load_logits(at, at < vocab_size, i, logits, stride))
         orders = tl.where(at < vocab_size, orders, NONE_LEFT)
         is_next = (orders == order) & ((order != last_order) | (at > last_token))
         token = tl.min(tl.where(is_next, at, 2147483647), 0)

@@ -112,7 +112,7 @@ def make_noise(at, row, position, ints):
 
 
 @triton.jit
-def load_logits(at, is_token, i, row, logits, stride):
+def load_logits(at, is_token, i, logits, stride):
     """The model's logits at tokens ``at``, float32; -inf past the vocabulary."""
     x = tl.load(logits + i.to(tl.int64) * stride + at, mask=is_token, other=-float("inf"))
     return x.to(tl.float32)

@@ -67,7 +67,7 @@ def _score_tile(
     """Write all outputs of one tile of a row, whatever its sampling parameters are."""
     at = tile * TILE + tl.arange(0, TILE)
     is_token = at < vocab_size
-    x = load_logits(at, is_token, i, row, logits, stride)
+    x = load_logits(at, is_token, i, logits, stride)
     out = i * NUM_TILES + tile
     if tl.load(ints + row * NUM_INTS + NUM_LOGPROBS) >= 0:
         top = tl.max(x, 0)
@@ -164,7 +164,7 @@ def score_kernel(
                 which = tl.min(tl.where(bounds == bound, places, TILES - 1), 0)
                 token_at = (first_tile + which) * TILE + tl.arange(0, TILE)
                 is_token = token_at < vocab_size
-                x = load_logits(token_at, is_token, i, row, logits, stride)
+                x = load_logits(token_at, is_token, i, logits, stride)
                 best = tl.max(x, 0)
                 score, token = _find_best(x, token_at, is_token, best, inverse, row, position, ints)
                 winner = tl.maximum(winner, (best - centre) * factor + score)

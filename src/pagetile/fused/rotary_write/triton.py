@@ -47,7 +47,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 @triton.jit
-def _weights(weight, column, SIZE: tl.constexpr, END: tl.constexpr):
+def _weights(weight, column, END: tl.constexpr):
     return tl.load(weight + column, mask=column < END, other=0.0).to(tl.float32)
 
 
@@ -62,8 +62,8 @@ def _norm_and_rotate(
     column = tl.arange(0, W)[None, :]
     inside = is_row & (column < HALF)
     if NORM != "":
-        first_weight = _weights(weight, column, SIZE, HALF)
-        second_weight = _weights(weight + HALF, column, SIZE, HALF)
+        first_weight = _weights(weight, column, HALF)
+        second_weight = _weights(weight + HALF, column, HALF)
     first = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + at + column + HALF, mask=inside, other=0.0).to(tl.float32)
     if REST > 0:
@@ -78,7 +78,7 @@ def _norm_and_rotate(
         first = normalise(first, factor, first_weight, NORM, dtype)
         second = normalise(second, factor, second_weight, NORM, dtype)
         if REST > 0:
-            rest = normalise(rest, factor, _weights(weight, last, SIZE, SIZE), NORM, dtype)
+            rest = normalise(rest, factor, _weights(weight, last, SIZE), NORM, dtype)
     if ANGLES != "":
         cos_first, cos_second = load_angles(cos, cos_at + column, inside, ANGLES == "shared", HALF)
         sin_first, sin_second = load_angles(sin, sin_at + column, inside, ANGLES == "shared", HALF)

@@ -92,7 +92,7 @@ def _find_and_run(q: Tensor, k: Tensor, softmax_scale: float | None, impl: str) 
     has_gradient = needs_gradient(q, k)
     if impl == "auto" and has_dispatch_observers(q, k):
         # The reference consists of torch operations, which every observer can record.
-        return reference.run(_validate(q, k, scale, has_gradient), q, k, scale)
+        return reference.run(_validate(q, k, has_gradient), q, k, scale)
     if q.is_neg() or k.is_neg() or torch._C._are_functorch_transforms_active():
         check_readable("attention_scores", q=q, k=k)
     call = _prepare(form(q), form(k), scale, has_gradient, impl)
@@ -134,15 +134,13 @@ def _prepare(
 ) -> _CachedCall:
     """Validate calls of these forms, choose an implementation, and cache its function."""
     forms = Form(*q), Form(*k)
-    problem = _validate(*forms, softmax_scale, has_gradient)
+    problem = _validate(*forms, has_gradient)
     module = choose(__package__, IMPLEMENTATIONS, problem, DeviceInfo.of(forms[0].device), impl)
     return _CachedCall(module.prepare(problem, *forms, softmax_scale))
 
 
-def _validate(
-    q: Tensor | Form, k: Tensor | Form, softmax_scale: float, has_gradient: bool
-) -> Problem:
-    """Check tensors or their forms, and the scale."""
+def _validate(q: Tensor | Form, k: Tensor | Form, has_gradient: bool) -> Problem:
+    """Check tensors or their forms, and return their problem."""
     sizes = bind(q=(q, "batch num_heads q_len head_size"), k=(k, "batch num_heads k_len head_size"))
     check_dtype("q", q, *ALL_FLOATS)
     check_dtype("k", k, q.dtype)
