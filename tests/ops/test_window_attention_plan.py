@@ -101,7 +101,7 @@ COMPILED = [
 
 
 def launchers(problem):
-    from pagetile.ops.window_attention import triton as kernels
+    from pagetile.ops.window_attention.triton import launchers as made
 
     plan = make_plan(problem, H200)
     factor = next(n for n in (8, 4, 2, 1) if problem.head_size % n == 0)
@@ -110,21 +110,21 @@ def launchers(problem):
     types = (("*fp32", "*i32", "*i32", "*u8" if problem.has_regions else "*fp32", "*fp32"),)
     types += (factor, factor, True)
     first, last = plan.groups[0], plan.groups[-1]
-    yield kernels._forward_launcher(problem, plan, types)
+    yield made.make_forward_launcher(problem, plan, types)
     if plan.one_tile_stages:
-        yield kernels._one_tile_launcher(problem, plan, types, has_dlse=True)
+        yield made.make_one_tile_launcher(problem, plan, types, has_dlse=True)
         return
-    pivots = kernels._pivot_launcher(problem, plan, types)
+    pivots = made.make_pivot_launcher(problem, plan, types)
     assert (pivots is not None) == (problem.mask_dtype is not None)
     if pivots is not None:
         yield pivots
-    yield kernels._row_launcher(
+    yield made.make_row_launcher(
         problem, plan, types, first, 0, is_last=len(plan.groups) == 1, has_dlse=False
     )
     if len(plan.groups) > 1:
         done = sum(itertools.chain(*plan.groups[:-1]))
-        yield kernels._row_launcher(problem, plan, types, last, done, is_last=True, has_dlse=True)
-    yield kernels._column_launcher(problem, plan, types)
+        yield made.make_row_launcher(problem, plan, types, last, done, is_last=True, has_dlse=True)
+    yield made.make_column_launcher(problem, plan, types)
 
 
 @pytest.mark.parametrize(("problem", "most_spilled"), COMPILED)

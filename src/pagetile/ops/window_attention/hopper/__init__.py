@@ -13,6 +13,7 @@ from ....tiles.hopper.launch import refuse
 from ....tiles.state import AttentionOutput
 from .. import triton
 from ..problem import Gradients, Operands, Problem, empty_like
+from ..triton.launchers import POINTER_TYPES
 from . import one_tile
 from .constants import MAX_REGIONS, ONE_HOT_COLUMNS, ONE_TILE_TOKENS, PIECE
 from .launch import (
@@ -189,7 +190,7 @@ class _StreamArguments(KernelArguments):
         if self.regions is not None:
             is_exact = abs(factor) < _MOST_ONE_HOT
             factor, limit = (_to_float16(factor), MAX_REGIONS) if is_exact else (0.0, 0)
-            encoder = make_region_encoder(triton.POINTER_TYPES[self.regions.dtype], num_tokens)
+            encoder = make_region_encoder(POINTER_TYPES[self.regions.dtype], num_tokens)
             encoder((num_masks, 1, 1), classes, one_hot, self.regions, factor, limit)
         return classes, one_hot
 

@@ -30,7 +30,8 @@ from ....shapes import power_of_2
 from ....tiles.hopper.gluon_launcher import GluonLauncher, align, is_described
 from ....tiles.triton.launch import Launcher
 from ..problem import Operands, Problem
-from ..triton import POINTER_TYPES, count_tokens
+from ..triton import count_tokens
+from ..triton.launchers import POINTER_TYPES
 from .auxiliary import encode_regions, make_deltas, pad_rows, sum_tiles
 from .columns import column_gradients
 from .constants import DENSE, NO_BIAS, ONE_HOT_COLUMNS, PIECE, SUM_KEYS, SUM_OFFSETS, TABLE

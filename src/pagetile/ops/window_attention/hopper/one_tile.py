@@ -46,7 +46,8 @@ from ....tiles.state import AttentionOutput
 from ....tiles.triton.launch import Launcher
 from ....tiles.triton.online_softmax import LN_2, LOG2_E
 from ..problem import Gradients, Operands, Problem, empty_like
-from ..triton import POINTER_TYPES, finish
+from ..triton import finish
+from ..triton.launchers import POINTER_TYPES
 from . import constants, launch
 from .auxiliary import pack_regions
 from .launch import BiasGradient, KernelArguments, element_types, make_sums_launcher

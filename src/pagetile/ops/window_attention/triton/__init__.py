@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from ....device import DeviceInfo
 from ....tiles.state import AttentionOutput
-from ....tiles.triton.launch import POINTERS, Launcher, refuse
+from ....tiles.triton.launch import refuse
 from ....tiles.triton.online_softmax import LOG2_E
 from ..problem import MAX_LOGIT_SCALE, Gradients, Operands, Problem, empty_like
-from . import backward_kernels, forward_kernel, tiles
+from . import backward_kernels, launchers, tiles
+from .launchers import POINTER_TYPES
 from .plan import Plan, make_plan
 
 _MOST_TOKENS, _WIDEST = 1024, 128
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-POINTER_TYPES = {**POINTERS, torch.uint8: "*u8", torch.int16: "*i16"}
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -42,7 +41,7 @@ def forward(problem: Problem, x: Operands) -> AttentionOutput:
     arguments = TritonArguments(problem, x)
     out = empty_like(x.q)
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
-    launcher = _forward_launcher(*key, arguments.types)
+    launcher = launchers.make_forward_launcher(*key, arguments.types)
     programs = -(-problem.num_tokens // plan.forward_m) * problem.num_heads * plan.chunks
     launcher((programs, 1, 1), out, lse, *arguments.qkv, *arguments.extras, problem.num_heads,
              *arguments.scalars(plan.chunks), *arguments.strides)  # fmt: skip
@@ -62,7 +61,7 @@ def backward(
     dbias = _sum_chunks(problem, rows.sums)
     dk, dv = empty_like(x.q), empty_like(x.q)
     programs = -(-problem.num_tokens // plan.tile_m) * problem.num_heads * plan.chunks_backward
-    launcher = _column_launcher(*key, arguments.types)
+    launcher = launchers.make_column_launcher(*key, arguments.types)
     launcher((programs, 1, 1), dk, dv, *arguments.qkv, lse, rows.delta, *arguments.extras,
              *arguments.scalars(plan.chunks_backward), *arguments.strides)  # fmt: skip
     return finish(x, rows.dq, dk, dv, dbias, rows.dscale)
@@ -81,7 +80,7 @@ def _run_one_tile(
     dq, dk, dv = (empty_like(x.q) for _ in range(3))
     sums = lse.new_empty((chunks, num_heads, num_tokens, num_tokens) if problem.has_bias else 1)
     dscale = lse.new_empty((chunks, num_heads, 1) if problem.cosine else 1)
-    launcher = _one_tile_launcher(*key, arguments.types, dlse is not None)
+    launcher = launchers.make_one_tile_launcher(*key, arguments.types, dlse is not None)
     launcher((num_heads * chunks, 1, 1), dq, dk, dv, sums, dscale, *arguments.qkv, lse,
              lse if dlse is None else dlse.contiguous(), *arguments.extras,
              *arguments.scalars(chunks), *arguments.strides)  # fmt: skip
@@ -93,7 +92,7 @@ def _find_pivots(
 ) -> Tensor:
     """What the gradient kernels take for ``lse``: the same, or exact pivots (``load_pivots``)."""
     problem = arguments.problem
-    launcher = _pivot_launcher(*key, arguments.types)
+    launcher = launchers.make_pivot_launcher(*key, arguments.types)
     if launcher is None:
         return lse
     pivots = lse.new_empty(2, *lse.shape)
@@ -135,7 +134,9 @@ def _run_rows(
     first = 0
     for group in plan.groups:
         is_last = group is plan.groups[-1]
-        launcher = _row_launcher(*key, arguments.types, group, first, is_last, dlse is not None)
+        launcher = launchers.make_row_launcher(
+            *key, arguments.types, group, first, is_last, dlse is not None
+        )
         launcher((num_tiles * num_heads * chunks, 1, 1), dq, partial, sums, dscale, delta,
                  *arguments.qkv, out, lse, lse if dlse is None else dlse.contiguous(),
                  *arguments.extras, *arguments.scalars(chunks), *arguments.strides)  # fmt: skip
@@ -259,7 +260,7 @@ def _find_mask(x: Operands, is_one_tile: bool) -> tuple[Tensor | None, Tensor | 
         needs_mask = torch.empty(num_masks, dtype=torch.int32, device=regions.device)
         types = {"needs_mask": "*i32", "regions": POINTER_TYPES[regions.dtype], "num_tokens": "i32",
                  "window_stride": "i64"}  # fmt: skip
-        launcher = _small_launcher(tiles.find_masked_windows, tuple(types.items()),
+        launcher = launchers.make_small_launcher(tiles.find_masked_windows, tuple(types.items()),
                           (("WIDTH", triton.next_power_of_2(num_tokens)),))  # fmt: skip
         launcher((num_masks, 1, 1), needs_mask, regions, num_tokens, num_tokens)
         return regions, needs_mask
@@ -279,14 +280,18 @@ def _sum_table(x: Operands, dbias: Tensor, tokens: Tensor | None) -> Tensor:
         tokens = dbias.new_empty(count_tokens(table_size), dtype=torch.int32)
         types = {"tokens": "*i32", "offsets": "*i32", "num_tokens": "i32", "size": "i32"}
         constants = (("TILE", 16), ("WIDTH", triton.next_power_of_2(num_tokens)))
-        launcher = _small_launcher(backward_kernels.invert_offsets, tuple(types.items()), constants)
+        launcher = launchers.make_small_launcher(
+            backward_kernels.invert_offsets, tuple(types.items()), constants
+        )
         launcher((-(-len(tokens) // 16), 1, 1), tokens, offsets, num_tokens, len(tokens) - 1)
     dtable = torch.empty_like(x.bias_table, memory_format=torch.contiguous_format)
     types = {"dtable": POINTER_TYPES[dtable.dtype], "dbias": "*fp32", "tokens": "*i32",
              "offsets": "*i32", "num_tokens": "i32", "table_size": "i32"}  # fmt: skip
     tile = 8
     constants = (("TILE", tile), ("TILE_M", min(128, triton.next_power_of_2(num_tokens))))
-    launcher = _small_launcher(backward_kernels.table_gradient, tuple(types.items()), constants)
+    launcher = launchers.make_small_launcher(
+        backward_kernels.table_gradient, tuple(types.items()), constants
+    )
     launcher((-(-table_size // tile), num_heads, 1), dtable, dbias, tokens, offsets, num_tokens,
              table_size)  # fmt: skip
     return dtable
@@ -295,134 +300,3 @@ def _sum_table(x: Operands, dbias: Tensor, tokens: Tensor | None) -> Tensor:
 def count_tokens(table_size: int | None) -> int:
     """The length of the result of ``invert_offsets``."""
     return 0 if table_size is None else (table_size - 1) // 2 + 2
-
-
-_ArgumentTypes = tuple[tuple[str, ...], int, int, bool]
-
-
-@functools.lru_cache(maxsize=256)
-def _small_launcher(kernel: Any, types: tuple[Any, ...], constants: tuple[Any, ...]) -> Launcher:
-    return Launcher(kernel, dict(types), dict(constants), num_warps=4)
-
-
-@functools.lru_cache(maxsize=256)
-def _forward_launcher(problem: Problem, plan: Plan, argument_types: _ArgumentTypes) -> Launcher:
-    types = _types(problem, argument_types, ("out", "lse"), ("q", "k", "v"), (), ("num_heads",))
-    constants = {
-        **_features(problem), "BIAS_CACHE": plan.bias_cache,
-        **_tiles(problem, plan.forward_m, plan.tiles), "STAGES": plan.stages,
-    }  # fmt: skip
-    num_warps = _num_warps(plan.forward_m)
-    return Launcher(forward_kernel.attend, types, constants, num_warps=num_warps)
-
-
-@functools.lru_cache(maxsize=256)
-def _one_tile_launcher(
-    problem: Problem, plan: Plan, argument_types: _ArgumentTypes, has_dlse: bool
-) -> Launcher:
-    results = ("dq", "dk", "dv", "dbias", "dscale")
-    types = _types(problem, argument_types, results, ("q", "k", "v", "dout"), ("lse", "dlse"))
-    constants = {
-        "NUM_HEADS": problem.num_heads, **_features(problem),
-        "BIAS_CACHE": plan.bias_cache_backward, "SUMS": problem.has_bias, "HAS_DLSE": has_dlse,
-        **_tiles(problem, plan.tile_m, plan.tiles), "STAGES": plan.one_tile_stages,
-    }  # fmt: skip
-    return Launcher(
-        backward_kernels.window_gradients, types, constants, num_warps=_num_warps(plan.tile_m)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _row_launcher(
-    problem: Problem, plan: Plan, argument_types: _ArgumentTypes, group: tuple[int, ...],
-    first: int, is_last: bool, has_dlse: bool,
-) -> Launcher:  # fmt: skip
-    results = ("dq", "dq_partial", "dbias", "dscale", "delta")
-    types = _types(
-        problem, argument_types, results, ("q", "k", "v", "dout"), ("out", "lse", "dlse")
-    )
-    if is_last and first == 0:
-        types["dq_partial"] = types["dq"]
-    constants = {
-        "NUM_HEADS": problem.num_heads, **_features(problem),
-        "BIAS_CACHE": plan.bias_cache_backward, "SUMS": problem.has_bias, "HAS_DLSE": has_dlse,
-        "FIRST_KEY": first, "IS_LAST": is_last, **_tiles(problem, plan.tile_m, group),
-        "STAGES": plan.stages,
-    }  # fmt: skip
-    return Launcher(
-        backward_kernels.row_gradients, types, constants, num_warps=_num_warps(plan.tile_m)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _pivot_launcher(
-    problem: Problem, plan: Plan, argument_types: _ArgumentTypes
-) -> Launcher | None:
-    """The launcher of ``find_pivots``; None where the log-sum-exp will do."""
-    features, cache = _features(problem), plan.bias_cache_backward
-    if not tiles.has_exact_pivots(features["BIAS"], features["MASK"], cache):
-        return None
-    types = _types(problem, argument_types, ("pivots",), ("q", "k", "v", "dout"), ("lse",))
-    constants = {
-        "NUM_HEADS": problem.num_heads, **features, "BIAS_CACHE": cache,
-        **_tiles(problem, plan.tile_m, tuple(itertools.chain(*plan.groups))), "STAGES": 1,
-    }  # fmt: skip
-    return Launcher(
-        backward_kernels.find_pivots, types, constants, num_warps=_num_warps(plan.tile_m)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _column_launcher(problem: Problem, plan: Plan, argument_types: _ArgumentTypes) -> Launcher:
-    types = _types(problem, argument_types, ("dk", "dv"), ("q", "k", "v", "dout"), ("lse", "delta"))
-    tiles = tuple(itertools.chain(*plan.groups))
-    constants = {
-        "NUM_HEADS": problem.num_heads, **_features(problem),
-        "BIAS_CACHE": plan.bias_cache_backward, **_tiles(problem, plan.tile_m, tiles),
-        "STAGES": plan.stages if len(tiles) == 1 else min(plan.stages, 2),
-    }  # fmt: skip
-    return Launcher(
-        backward_kernels.column_gradients, types, constants, num_warps=_num_warps(plan.tile_m)
-    )
-
-
-def _types(
-    problem: Problem, argument_types: _ArgumentTypes, results: tuple[str, ...],
-    rows: tuple[str, ...], others: tuple[str, ...], numbers: tuple[str, ...] = (),
-) -> dict[str, str]:  # fmt: skip
-    """Types of all parameters except the constants, in the order that the kernels share."""
-    extras, factor, out_factor, is_aligned = argument_types
-    own, stride = POINTER_TYPES[problem.dtype], f"i64:{factor}"
-    floats = ("lse", "pivots", "dlse", "delta", "dq_partial", "dbias", "dscale")
-    types = {name: "*fp32" if name in floats else own + ":16" for name in results}
-    types |= dict.fromkeys(rows, own + ":16" * is_aligned)
-    types |= {name: "*fp32" if name in floats else own + ":16" for name in others}
-    names = ("bias", "offsets", "needs_mask", "mask", "logit_scale")
-    types |= dict(zip(names, extras, strict=True))
-    types["needs_mask"] = "*i32"  # not read without regions
-    integers = ("num_windows", "num_chunks", "num_masks", "num_biases", "centre")
-    types |= dict.fromkeys(numbers + integers, "i32")
-    types |= dict.fromkeys(("softmax_scale", "mask_value", "eps"), "fp32")
-    types |= {"out_window": f"i64:{out_factor}", "lse_window": "i64", "mask_window": "i64",
-              "mask_row": "i64", "bias_window": "i64"}  # fmt: skip
-    axes = ("window", "head", "token")
-    return types | {f"{name}_{axis}": stride for name in rows for axis in axes}
-
-
-def _features(problem: Problem) -> dict[str, Any]:
-    bias = 1 if problem.table_size is not None else 2 if problem.num_biases else 0
-    mask = 1 if problem.has_regions else 2 if problem.num_masks else 0
-    return {
-        "NUM_TOKENS": problem.num_tokens, "HEAD_SIZE": problem.head_size,
-        "BIAS": bias, "MASK": mask, "COSINE": problem.cosine,
-    }  # fmt: skip
-
-
-def _tiles(problem: Problem, tile_m: int, tiles: tuple[int, ...]) -> dict[str, Any]:
-    d = max(16, triton.next_power_of_2(problem.head_size))
-    return {"TILE_M": tile_m, "TILES": tiles, "D": d}
-
-
-def _num_warps(tile_m: int) -> int:
-    """One warp for each 16 rows of a tile, the rows of a tensor-core product."""
-    return max(1, tile_m // 16)
