@@ -2,10 +2,10 @@
 
 ``prefix_kernel`` computes all rows of a group over the keys of its prefix. A work item is a tile of
 rows, one KV head and a *split* of the keys, whose state ``triton_merge`` merges; CTAs take items
-round-robin. Splits have at most ``share`` tiles of keys, chosen on the device so that every CTA
-gets about one item::
+round-robin. Splits have at most ``split_tiles`` tiles of keys, chosen on the device so that every
+CTA gets about one item::
 
-    groups    a: 3 sequences, 8 key tiles     b: 2 sequences, 4 key tiles     share 4
+    groups    a: 3 sequences, 8 key tiles     b: 2 sequences, 4 key tiles     split_tiles 4
     items     a tile 0  split 0 │ split 1     b tile 0  split 0               of every KV head
 
 ``lay_out`` writes lengths and block tables of both passes, one row per program::
@@ -118,9 +118,9 @@ def prefix_kernel(
     row_tiles = tl.cdiv((end_tokens - first_tokens) * GROUP, TILE_M)
     key_tiles = tl.cdiv(lens, TILE_N)
     work = tl.sum(row_tiles.to(tl.int64) * key_tiles) * num_kv_heads
-    share = tl.cdiv(work, tl.num_programs(0)).to(tl.int32)
-    share = tl.maximum(tl.maximum(share, tl.cdiv(tl.max(key_tiles), splits)), 1)
-    counts = tl.maximum(tl.cdiv(key_tiles, share), 1)
+    split_tiles = tl.cdiv(work, tl.num_programs(0)).to(tl.int32)
+    split_tiles = tl.maximum(tl.maximum(split_tiles, tl.cdiv(tl.max(key_tiles), splits)), 1)
+    counts = tl.maximum(tl.cdiv(key_tiles, split_tiles), 1)
     items = row_tiles * counts * num_kv_heads
     ends = tl.cumsum(items)
 
@@ -138,8 +138,8 @@ def prefix_kernel(
         token = _pick(lanes, group, first_tokens) + row // GROUP
         q_heads = head * GROUP + row % GROUP
         is_row = token < end_token
-        low = split * share
-        high = tl.minimum(low + share, tl.cdiv(length, TILE_N))
+        low = split * split_tiles
+        high = tl.minimum(low + split_tiles, tl.cdiv(length, TILE_N))
 
         table = block_tables + first_seq.to(tl.int64) * table_stride
         if EARLY:

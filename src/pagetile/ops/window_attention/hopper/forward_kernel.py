@@ -38,6 +38,7 @@ from ....tiles.hopper.names import barrier
 from ....tiles.hopper.record import record
 from ....tiles.hopper.ring import PipelineBarriers, make_barriers
 from ....tiles.hopper.roles import specialise
+from ....tiles.triton.online_softmax import LN_2
 from .softmax import attend_guessed_pivot, attend_online, is_in_range, score_type
 from .tiles import (
     CHUNK,
@@ -57,8 +58,6 @@ from .tiles import (
     wait_for_window,
     zero_steps,
 )
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @record
