@@ -36,14 +36,7 @@ from .products import (
 )
 from .roles import scheduler_arrive, scheduler_wait, warpgroup_barrier
 from .schedule import LIST_FIELDS
-from .scores import (
-    find_slopes,
-    finish_scores,
-    scale_keys,
-    scale_scores,
-    start_softmax,
-    update_bounded_softmax,
-)
+from .scores import finish_scores, scale_keys, start_softmax, update_bounded_softmax
 from .softmax import bound_of, pack, update_softmax
 
 
@@ -75,11 +68,10 @@ def compute_role(
         k_ring.barriers.release(0, use)
     if RELEASES_Q:
         q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
-    s = scale_keys(s, k_scales, use)
     given = scoring
-    scoring = scale_scores(given, metadata, tile_use, config)
-    slope = find_slopes(s, scoring, num_tiles > 0, metadata, tile_use, config)
-    weights, causal_limit, m, l = start_softmax(s, metadata, tile_use, scoring, slope, config, WG)
+    scoring, slope, weights, causal_limit, m, l = start_softmax(
+        s, k_scales, use, given, num_tiles > 0, metadata, tile_use, config, WG
+    )
     while num_tiles > 0:
         if not config.HOLDS_Q:
             q = find_queries(q_ring, tile_use, config, WG)
@@ -143,11 +135,8 @@ def compute_role(
             q_ring.barriers.release_if(STREAM, tile_use, num_tiles == 1)
         else:
             s, acc = multiply_next(q, k_ring, v_ring, use, p, acc, num_tiles > 0, config, WG)
-        s = scale_keys(s, k_scales, use + 1)
-        scoring = scale_scores(given, metadata, tile_use, config)
-        slope = find_slopes(s, scoring, num_tiles > 0, metadata, tile_use, config)
-        weights, causal_limit, next_m, next_l = start_softmax(
-            s, metadata, tile_use, scoring, slope, config, WG
+        scoring, slope, weights, causal_limit, next_m, next_l = start_softmax(
+            s, k_scales, use + 1, given, num_tiles > 0, metadata, tile_use, config, WG
         )
         acc = wait_for_values(acc)
         v_ring.barriers.release(0, use)

@@ -10,8 +10,17 @@ from .softmax import add_alibi, apply_mask, bounded_weights, cap, update_softmax
 
 
 @gluon.jit
-def start_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constexpr):
-    """Return the weights of a tile's rightmost keys, and the softmax's state after them."""
+def start_softmax(
+    s, k_scales, use, scoring, exists, metadata, tile_use, config, WG: gl.constexpr
+):  # fmt: skip
+    """Return the weights of a tile's rightmost keys, and what the tile's other keys need.
+
+    That is ``(scoring, slope, weights, causal_limit, m, l)``, the first with the tile's scales.
+    ``exists`` is whether there is a tile at all.
+    """
+    s = scale_keys(s, k_scales, use)
+    scoring = _scale_scores(scoring, metadata, tile_use, config)
+    slope = _find_slopes(s, scoring, exists, metadata, tile_use, config)
     ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     # A thread has rows n and n + 8. Where their tokens are not a constant number apart, both rows'
     # limits would take a register in the loop, so this is the first row's: see _find_row_limits.
@@ -27,7 +36,7 @@ def start_softmax(s, metadata, tile_use, scoring, slope, config, WG: gl.constexp
     else:
         s = finish_scores(s, causal_limit, num_keys, scoring, slope, True, config)
         weights, _, m, l = update_softmax(s, m, l, scoring.scale)
-    return weights, causal_limit, m, l
+    return scoring, slope, weights, causal_limit, m, l
 
 
 @gluon.jit
@@ -40,7 +49,7 @@ def scale_keys(s, k_scales, use):
 
 
 @gluon.jit
-def scale_scores(scoring, metadata, tile_use, config):
+def _scale_scores(scoring, metadata, tile_use, config):
     """Include the scale of the tile's KV head in the scoring, with scales per head."""
     if config.SCALES == "head":
         scale = metadata.read(tile_use, K_SCALE).to(gl.float32, bitcast=True)
@@ -49,7 +58,7 @@ def scale_scores(scoring, metadata, tile_use, config):
 
 
 @gluon.jit
-def find_slopes(s, scoring, exists, metadata, tile_use, config):
+def _find_slopes(s, scoring, exists, metadata, tile_use, config):
     """ALiBi's slope for each row of a tile, divided by the scale of scores; 0.0 without ALiBi."""
     slope = 0.0
     if config.HAS_ALIBI:
