@@ -58,8 +58,8 @@ def decode_kernel(
     GROUP: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
     HAS_SINKS: gl.constexpr, SCALES: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
-    SPLITS_FIXED: gl.constexpr, WHOLE: gl.constexpr,
-    HALVED: gl.constexpr, LEAST: gl.constexpr,  # see ``triton_decode``
+    SPLITS_FIXED: gl.constexpr, WHOLE_TILES: gl.constexpr,
+    HALVING_TILES: gl.constexpr, LEAST_TILES: gl.constexpr,  # see ``triton_decode``
     TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SEQS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, AT_ONCE: gl.constexpr, LANES: gl.constexpr,
@@ -79,10 +79,10 @@ def decode_kernel(
     flat: gl.constexpr = gl.BlockedLayout([min(SEQS // 32, 8)], [32], [gl.num_warps()], [0])
     listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
     entries = gl.arange(0, SEQS, layout=flat)
-    MOST: gl.constexpr = ROWS // GROUP
+    MAX_TOKENS: gl.constexpr = ROWS // GROUP
     tiles, whole, total, programs = measure_queue(
-        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
-        SPLIT_SHIFT, SPLITS_FIXED, WHOLE, HALVED, LEAST, VISIBLE,
+        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MAX_TOKENS, TILE_N,
+        SPLIT_SHIFT, SPLITS_FIXED, WHOLE_TILES, HALVING_TILES, LEAST_TILES, VISIBLE,
     )  # fmt: skip
     program = gl.program_id(0)
     if program < programs:
@@ -90,7 +90,7 @@ def decode_kernel(
         end_work = cut(program + 1, programs, total)
         entry, before = find_entry(
             seq_lens, cu_seqlens_q, entries, tiles, whole, work, num_seqs, num_kv_heads, window,
-            listed, MOST, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
+            listed, MAX_TOKENS, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
 
         PAIRED: gl.constexpr = PACKED != "none"
@@ -141,7 +141,7 @@ def decode_kernel(
                     entry, before, work, end_work, whole, num_kv_heads, window, block_size, listed,
                     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
                     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
-                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MOST, SPLIT_SHIFT,
+                    SIZE // PER, V_SIZE // PER, BLOCK_SIZE, SCALES, MAX_TOKENS, SPLIT_SHIFT,
                     SPLITS_FIXED, VISIBLE, EARLY, HEADS, SCALE_UNIT, SAME_PLACES,
                 )),
             ],

@@ -98,7 +98,7 @@ def fetch_role(
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
     ks_block, ks_slot, ks_head, vs_block, vs_slot, vs_head,
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SCALES: gl.constexpr, MOST: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
+    SCALES: gl.constexpr, MAX_TOKENS: gl.constexpr, SPLIT_SHIFT: gl.constexpr,
     SPLITS_FIXED: gl.constexpr, VISIBLE: gl.constexpr, EARLY: gl.constexpr,
     HEADS: gl.constexpr, SCALE_UNIT: gl.constexpr, SAME_PLACES: gl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def fetch_role(
             seq, head, seq_len, _, query_len, _, per_head, _, count, low, high, first_key, end_key,
         ) = find_range(
             seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
-            whole, MOST, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
+            whole, MAX_TOKENS, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
         blocks = list_of(listed, seq, head) if VISIBLE else block_tables
         table = block_tables + seq.to(gl.int64) * table_stride

@@ -11,8 +11,9 @@ equal ranges, one per CTA, so that all multiprocessors end together however unev
 A CTA that has all tiles of a head writes ``out``. If several CTAs share a head, each stores the
 state of its split, and the last one to arrive merges the states in the order of the keys, so the
 bits do not depend on which CTA was last. If there is little work, short heads are not cut
-(``triton_work``), and only half of the CTAs take part (``HALVED``). With ``SPLITS_FIXED`` (batch
-invariance) heads are cut at multiples of ``1 << SPLIT_SHIFT`` tiles instead, whatever the batch.
+(``triton_work``), and only half of the CTAs take part (``HALVING_TILES``). With ``SPLITS_FIXED``
+(batch invariance) heads are cut at multiples of ``1 << SPLIT_SHIFT`` tiles instead, whatever the
+batch.
 
 Lengths are read on the device, so a captured launch can be replayed with other lengths.
 """
@@ -198,9 +199,9 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
-    SPLITS_FIXED: tl.constexpr, WHOLE: tl.constexpr,
-    HALVED: tl.constexpr,  # use half of the CTAs if each would have fewer tiles than this
-    LEAST: tl.constexpr,  # fewest tiles of a CTA; 0: no limit
+    SPLITS_FIXED: tl.constexpr, WHOLE_TILES: tl.constexpr,
+    HALVING_TILES: tl.constexpr,  # use half of the CTAs if each would have fewer tiles than this
+    LEAST_TILES: tl.constexpr,  # fewest tiles of a CTA; 0: no limit
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     MERGE_ROWS: tl.constexpr,  # 0: the last CTA of a head to arrive merges; else ``merge_kernel``
@@ -210,13 +211,13 @@ def decode_kernel(
     if PREFETCH:  # not interpreted
         wait_for_previous()
     # The length of the work queue, and this CTA's range of it.
-    MOST: tl.constexpr = ROWS // GROUP
+    MAX_TOKENS: tl.constexpr = ROWS // GROUP
     listed = (visible_blocks, max_visible, search_steps, list_seq, list_head, block_size)
     heads = 1 if VISIBLE else num_kv_heads
     entries = tl.arange(0, SEQS)
     tiles, whole, total, programs = measure_queue(
-        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
-        SPLIT_SHIFT, SPLITS_FIXED, WHOLE, HALVED, LEAST, VISIBLE,
+        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MAX_TOKENS, TILE_N,
+        SPLIT_SHIFT, SPLITS_FIXED, WHOLE_TILES, HALVING_TILES, LEAST_TILES, VISIBLE,
     )  # fmt: skip
     program = tl.program_id(0)
     if program >= programs:
@@ -225,7 +226,7 @@ def decode_kernel(
     end_work = cut(program + 1, programs, total)
     entry, before = find_entry(
         seq_lens, cu_seqlens_q, entries, tiles, whole, work, num_seqs, num_kv_heads, window, listed,
-        MOST, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
+        MAX_TOKENS, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
     )  # fmt: skip
 
     split_info = split_sums
@@ -242,7 +243,7 @@ def decode_kernel(
             high, first_key, end_key,
         ) = find_range(
             seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
-            whole, MOST, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
+            whole, MAX_TOKENS, TILE_N, SPLIT_SHIFT, SPLITS_FIXED, VISIBLE,
         )  # fmt: skip
 
         token = first_token + rows // GROUP

@@ -4,8 +4,8 @@ A work tile is one key tile of one KV head, or several of them. The queue holds 
 all heads, sequence after sequence; each CTA takes an equal range of it. See ``triton_decode``.
 
 Merging the splits of a head takes as long as reading several tiles. So if there is little work and
-no long head (``choose_whole``), a head of up to ``WHOLE`` key tiles is a single work tile, and
-other heads have work tiles of ``1 << SPLIT_SHIFT`` key tiles, as always with ``SPLITS_FIXED``.
+no long head (``choose_whole``), a head of up to ``WHOLE_TILES`` key tiles is a single work tile,
+and other heads have work tiles of ``1 << SPLIT_SHIFT`` key tiles, as always with ``SPLITS_FIXED``.
 
 An entry of the queue is a sequence with all its KV heads. With listed blocks (``VISIBLE``) heads of
 a sequence have different numbers of keys, so an entry is one KV head of one sequence, and key tiles
@@ -27,7 +27,7 @@ FEW = tl.constexpr(8)
 """Up to this many tiles per CTA, uneven ranges cost less than merging."""
 
 LONG = tl.constexpr(4)
-"""A head of more than this many times ``WHOLE`` tiles is long."""
+"""A head of more than this many times ``WHOLE_TILES`` tiles is long."""
 
 
 @triton.jit
@@ -67,14 +67,15 @@ def list_of(listed, seq, head):
 
 
 @triton.jit
-def _keep_short(seq_len, query_len, MOST: tl.constexpr):
-    """Return lengths, 0 for sequences of more than ``MOST`` new tokens: prefill computes them."""
-    return tl.where(query_len <= MOST, seq_len, 0), tl.where(query_len <= MOST, query_len, 0)
+def _keep_short(seq_len, query_len, MAX_TOKENS: tl.constexpr):
+    """Return lengths, 0 for sequences of more than ``MAX_TOKENS`` new tokens: prefill has them."""
+    is_short = query_len <= MAX_TOKENS
+    return tl.where(is_short, seq_len, 0), tl.where(is_short, query_len, 0)
 
 
 @triton.jit
 def count_key_tiles(
-    seq_lens, cu_seqlens_q, entry, num_seqs, num_kv_heads, window, listed, MOST: tl.constexpr,
+    seq_lens, cu_seqlens_q, entry, num_seqs, num_kv_heads, window, listed, MAX_TOKENS: tl.constexpr,
     TILE_N: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Each entry's first key tile, the one after its last, and its number of heads."""
@@ -83,7 +84,7 @@ def count_key_tiles(
     seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
     start = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
     query_len = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - start
-    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
+    seq_len, query_len = _keep_short(seq_len, query_len, MAX_TOKENS)
     seq = tl.where(is_seq, seq, 0) if VISIBLE else seq
     first_key, end_key = key_range(seq_len, query_len, window, listed, seq, head, VISIBLE)
     first, end = _key_tiles(first_key, end_key, TILE_N)
@@ -116,16 +117,16 @@ def count_work_tiles(tiles, whole, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.c
 
 
 @triton.jit
-def choose_whole(total_tiles, total_whole, longest, programs, WHOLE: tl.constexpr):
-    """Choose ``whole`` (``WHOLE`` or 0), and return it with the number of work tiles.
+def choose_whole(total_tiles, total_whole, longest, programs, WHOLE_TILES: tl.constexpr):
+    """Choose ``whole`` (``WHOLE_TILES`` or 0), and return it with the number of work tiles.
 
-    ``total_whole`` is that number with ``WHOLE``, and ``longest`` the most key tiles of a head. If
-    a head is long, its splits have to be merged anyway, and whole heads would only make ranges
-    uneven, unless there is a CTA for every tile.
+    ``total_whole`` is that number with ``WHOLE_TILES``, and ``longest`` the most key tiles of a
+    head. If a head is long, its splits have to be merged anyway, and whole heads would only make
+    ranges uneven, unless there is a CTA for every tile.
     """
-    is_little = (total_tiles <= programs * FEW) & (longest <= LONG * WHOLE)
+    is_little = (total_tiles <= programs * FEW) & (longest <= LONG * WHOLE_TILES)
     is_little = is_little | (total_tiles <= programs)
-    return tl.where(is_little, WHOLE, 0), tl.where(is_little, total_whole, total_tiles)
+    return tl.where(is_little, WHOLE_TILES, 0), tl.where(is_little, total_whole, total_tiles)
 
 
 @triton.jit
@@ -136,14 +137,16 @@ def cut(program, programs, total):
 
 @triton.jit
 def measure_queue(
-    seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST: tl.constexpr,
-    TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr, SPLITS_FIXED: tl.constexpr,
-    WHOLE: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr, VISIBLE: tl.constexpr,
+    seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed,
+    MAX_TOKENS: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
+    SPLITS_FIXED: tl.constexpr, WHOLE_TILES: tl.constexpr, HALVING_TILES: tl.constexpr,
+    LEAST_TILES: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """The length of the work queue, and how many CTAs share it.
 
     ``entries`` is 0, 1, 2 ...: so many entries are counted at a time. Only half of the CTAs take
-    part if each would have fewer than ``HALVED`` key tiles, and each has at least ``LEAST``.
+    part if each would have fewer than ``HALVING_TILES`` key tiles, and each has at least
+    ``LEAST_TILES``.
 
     Returns ``(tiles, whole, total, programs)``: ``count_key_tiles`` of the first entries, the
     result of ``choose_whole``, all work tiles, and the number of CTAs.
@@ -151,33 +154,33 @@ def measure_queue(
     SEQS: tl.constexpr = entries.shape[0]
     num_entries = num_seqs * num_kv_heads if VISIBLE else num_seqs
     tiles = count_key_tiles(
-        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MOST, TILE_N,
+        seq_lens, cu_seqlens_q, entries, num_seqs, num_kv_heads, window, listed, MAX_TOKENS, TILE_N,
         VISIBLE,
     )  # fmt: skip
     total_tiles = tl.sum(count_work_tiles(tiles, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
-    total = tl.sum(count_work_tiles(tiles, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
+    total = tl.sum(count_work_tiles(tiles, WHOLE_TILES, SPLIT_SHIFT, SPLITS_FIXED), 0)
     longest = tl.max(tiles[1] - tiles[0], 0)
     for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
         more = count_key_tiles(
-            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, VISIBLE,
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed,
+            MAX_TOKENS, TILE_N, VISIBLE,
         )  # fmt: skip
         total_tiles += tl.sum(count_work_tiles(more, 0, SPLIT_SHIFT, SPLITS_FIXED), 0)
-        total += tl.sum(count_work_tiles(more, WHOLE, SPLIT_SHIFT, SPLITS_FIXED), 0)
+        total += tl.sum(count_work_tiles(more, WHOLE_TILES, SPLIT_SHIFT, SPLITS_FIXED), 0)
         longest = tl.maximum(longest, tl.max(more[1] - more[0], 0))
-    whole, total = choose_whole(total_tiles, total, longest, tl.num_programs(0), WHOLE)
+    whole, total = choose_whole(total_tiles, total, longest, tl.num_programs(0), WHOLE_TILES)
     programs = tl.minimum(tl.num_programs(0), total)
-    if total_tiles < HALVED * tl.num_programs(0):
+    if total_tiles < HALVING_TILES * tl.num_programs(0):
         programs = tl.minimum(programs, (tl.num_programs(0) + 1) // 2)
-    if LEAST > 0:
-        programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST, 1))
+    if LEAST_TILES > 0:
+        programs = tl.minimum(programs, tl.maximum(total_tiles // LEAST_TILES, 1))
     return tiles, whole, total, programs
 
 
 @triton.jit
 def find_entry(
     seq_lens, cu_seqlens_q, entries, tiles, whole, work, num_seqs, num_kv_heads, window, listed,
-    MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
+    MAX_TOKENS: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """The entry of the queue that work tile ``work`` belongs to, and the work tiles before it.
@@ -193,8 +196,8 @@ def find_entry(
     running = tl.max(ends, 0)
     for start in tl.range(SEQS, num_entries, SEQS, num_stages=1):
         more = count_key_tiles(
-            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed, MOST,
-            TILE_N, VISIBLE,
+            seq_lens, cu_seqlens_q, start + entries, num_seqs, num_kv_heads, window, listed,
+            MAX_TOKENS, TILE_N, VISIBLE,
         )  # fmt: skip
         ends = running + tl.associative_scan(
             count_work_tiles(more, whole, SPLIT_SHIFT, SPLITS_FIXED), 0, add
@@ -217,7 +220,7 @@ def _split_entry(entry, num_kv_heads, VISIBLE: tl.constexpr):
 @triton.jit
 def find_range(
     seq_lens, cu_seqlens_q, entry, before, work, end_work, num_kv_heads, window, listed,
-    whole, MOST: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
+    whole, MAX_TOKENS: tl.constexpr, TILE_N: tl.constexpr, SPLIT_SHIFT: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """The work of one KV head that begins at work tile ``work`` of the queue.
@@ -232,7 +235,7 @@ def find_range(
     seq_len = tl.load(seq_lens + seq)
     first_token = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    seq_len, query_len = _keep_short(seq_len, query_len, MOST)
+    seq_len, query_len = _keep_short(seq_len, query_len, MAX_TOKENS)
     first_key, end_key = key_range(seq_len, query_len, window, listed, seq, first_head, VISIBLE)
     first_tile, end_tile = _key_tiles(first_key, end_key, TILE_N)
     shift = _shift_of(whole, SPLIT_SHIFT, SPLITS_FIXED)
