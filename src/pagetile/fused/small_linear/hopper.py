@@ -36,7 +36,7 @@ from ...tiles.triton.norms import normalise
 from ..rms_norm import Norm
 from .plan import MOST_ROWS, Plan, plan_resident
 from .problem import Problem
-from .triton import finish, row_stride
+from .triton import finish, load_biases, row_stride
 
 _MOST_NUMBERS = (1 << 31) - 1
 """Elements of a weight, at most: the kernel's offsets have 32 bits."""
@@ -179,12 +179,8 @@ def resident_kernel(
         factors = _load(norm_weight, k, k, K, STEP)
     n = first + gl.arange(0, TILE_N, gl.SliceLayout(1, result))
     is_column = n < num_columns
-    y_bias = gl.zeros([TILE_N], gl.float32, gl.SliceLayout(1, result))
-    up_bias = y_bias
-    if HAS_BIAS:
-        y_bias = gl.load(bias + n, mask=is_column, other=0.0).to(gl.float32)
-        if ACTIVATION != "":
-            up_bias = gl.load(bias + num_columns + n, mask=is_column, other=0.0).to(gl.float32)
+    none = gl.zeros([TILE_N], gl.float32, gl.SliceLayout(1, result))
+    y_bias, up_bias = load_biases(bias, n, num_columns, is_column, none, ACTIVATION, HAS_BIAS)
     gdc_launch_dependents()
     gdc_wait()
 

@@ -47,7 +47,7 @@ from ..rms_norm import Norm
 from .hopper import refuse
 from .plan import Plan, plan_hopper_parts, plan_ring
 from .problem import Problem
-from .triton import finish, row_stride
+from .triton import finish, load_biases, row_stride
 
 _BOX = gl.constexpr(64)  # 16-bit elements of a swizzled row of 128 bytes
 
@@ -174,13 +174,8 @@ def ring_kernel(
     row, column = gl.expand_dims(row, of_n), gl.expand_dims(column, 1 - of_n)
     is_column = column < num_columns
     inside = (row < num_rows) & is_column
-    y_bias = gl.zeros([1, 1], gl.float32, sums)
-    up_bias = y_bias
-    if HAS_BIAS:
-        y_bias = gl.load(bias + column, mask=is_column, other=0.0).to(gl.float32)
-        if GATES == 2:
-            up_bias = gl.load(bias + num_columns + column, mask=is_column, other=0.0)
-            up_bias = up_bias.to(gl.float32)
+    none = gl.zeros([1, 1], gl.float32, sums)
+    y_bias, up_bias = load_biases(bias, column, num_columns, is_column, none, ACTIVATION, HAS_BIAS)
     gdc_wait()
 
     for chunk in gl.static_range(min(STAGES, CHUNKS)):

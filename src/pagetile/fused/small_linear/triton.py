@@ -70,6 +70,19 @@ def finish(
 
 
 @triton.jit
+def load_biases(
+    bias, n, num_columns, inside, none, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Biases of columns ``n`` and, of a gated product, of their other halves; else ``none``."""
+    y_bias, up_bias = none, none
+    if HAS_BIAS:
+        y_bias = tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            up_bias = tl.load(bias + num_columns + n, mask=inside, other=0.0).to(tl.float32)
+    return y_bias, up_bias
+
+
+@triton.jit
 def few_kernel(
     out,  # [M, num_columns]
     x,  # [M, K]
@@ -105,12 +118,8 @@ def few_kernel(
     tile = tl.load(at, mask=inside, other=0.0)
     if ACTIVATION != "":
         up_tile = tl.load(up_at, mask=inside, other=0.0)
-    y_bias = tl.zeros([TILE_N], tl.float32)
-    up_bias = y_bias
-    if HAS_BIAS:
-        y_bias = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-        if ACTIVATION != "":
-            up_bias = tl.load(bias + num_columns + n, mask=is_row, other=0.0).to(tl.float32)
+    none = tl.zeros([TILE_N], tl.float32)
+    y_bias, up_bias = load_biases(bias, n, num_columns, is_row, none, ACTIVATION, HAS_BIAS)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -202,9 +211,9 @@ def tiles_kernel(
     n = first + tl.arange(0, TILE_N)
     m = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     column = tl.arange(0, TILE_K)
-    is_row, is_column = n < num_columns, m < num_rows
+    in_n, in_m = n < num_columns, m < num_rows
     # Rows past the end repeat the last one, and are not stored.
-    row = tl.where(is_row, n, num_columns - 1).to(tl.int64)
+    row = tl.where(in_n, n, num_columns - 1).to(tl.int64)
     part: tl.constexpr = K // PARTS
     if PARTS > 1:
         x += tl.program_id(2) * part
@@ -213,12 +222,8 @@ def tiles_kernel(
     at = weight + row[:, None] * K + column[None, :]
     up_at = at + num_columns.to(tl.int64) * K
     x_at = x + m.to(tl.int64)[:, None] * x_row + column[None, :]
-    y_bias = tl.zeros([TILE_N], tl.float32)
-    up_bias = y_bias
-    if HAS_BIAS:
-        y_bias = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-        if ACTIVATION != "":
-            up_bias = tl.load(bias + num_columns + n, mask=is_row, other=0.0).to(tl.float32)
+    none = tl.zeros([TILE_N], tl.float32)
+    y_bias, up_bias = load_biases(bias, n, num_columns, in_n, none, ACTIVATION, HAS_BIAS)
     if PDL:
         end = tl.minimum(first + TILE_N, num_columns)
         _prefetch(weight, first, end, K, part, TILE_N)
@@ -231,11 +236,11 @@ def tiles_kernel(
     up = y
     for start in tl.range(0, part, TILE_K, num_stages=STAGES):
         if part % TILE_K == 0:
-            x_tile = tl.load(x_at + start, mask=is_column[:, None], other=0.0)
+            x_tile = tl.load(x_at + start, mask=in_m[:, None], other=0.0)
             tile = tl.load(at + start)
         else:
             inside = (start + column < part)[None, :]
-            x_tile = tl.load(x_at + start, mask=is_column[:, None] & inside, other=0.0)
+            x_tile = tl.load(x_at + start, mask=in_m[:, None] & inside, other=0.0)
             tile = tl.load(at + start, mask=inside, other=0.0)
         y = tl.dot(x_tile, tl.trans(tile), y)
         if ACTIVATION != "":
@@ -245,7 +250,7 @@ def tiles_kernel(
                 up_tile = tl.load(up_at + start, mask=(start + column < part)[None, :], other=0.0)
             up = tl.dot(x_tile, tl.trans(up_tile), up)
 
-    inside = is_column[:, None] & is_row[None, :]
+    inside = in_m[:, None] & in_n[None, :]
     if PARTS == 1:
         y = finish(y, up, y_bias[None, :], up_bias[None, :], dtype, ACTIVATION, HAS_BIAS)
     if HAS_RESIDUAL:
