@@ -49,7 +49,7 @@ from .hopper_walk import (
     start_scores,
     store_rows,
 )
-from .hopper_wide_gradients import make_weights, walk_half_role
+from .hopper_wide_gradients import make_wide_exchange, walk_half_role
 
 
 @record
@@ -173,13 +173,14 @@ def _walk_role(d_q, d_k, d_v, memory, exchange, batch, scale, softmax_scale, con
 
 
 @gluon.jit
-def _compute_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup):
+def _compute_role(d_q, d_k, d_v, memory, exchange, batch, scale, softmax_scale, config, warpgroup):
+    """One warpgroup; ``exchange`` is a ``DsExchange`` or, for wide heads, a ``WideExchange``."""
     if config.WIDTH == 256:
         walk_half_role(
-            d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup
+            d_q, d_k, d_v, memory, exchange, batch, scale, softmax_scale, config, warpgroup
         )  # fmt: skip
     else:
-        _walk_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup)
+        _walk_role(d_q, d_k, d_v, memory, exchange, batch, scale, softmax_scale, config, warpgroup)
 
 
 @gluon.jit
@@ -223,14 +224,14 @@ def gradients_kernel(
         num_seqs, num_kv_heads, query_len, pitch, seq_len, key_tiles, section, window
     )  # fmt: skip
     if WIDTH == 256:
-        weights = make_weights(q_desc.dtype, config)
+        exchange = make_wide_exchange(q_desc.dtype, config)
         memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, config)
     else:
         memory = make_memory(k_desc, q_desc, lse2_desc, STAGES, config)
         ds = gl.allocate_shared_memory(q_desc.dtype, [4, ROWS, TILE_M], SWIZZLED)
-        weights = DsExchange(ds, make_barriers(2, 2, 1, 1))
+        exchange = DsExchange(ds, make_barriers(2, 2, 1, 1))
     fence_async_shared()
-    work = (d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config)
+    work = (d_q, d_k, d_v, memory, exchange, batch, scale, softmax_scale, config)
     load = (k_desc, v_desc, q_desc, d_out_desc, lse2_desc, delta_desc, memory, batch, config)
     specialise(_compute_role, work, 2, 4, REGISTERS, [(load_role, load)], 1, LOADING)
 

@@ -39,7 +39,7 @@ HALF = gl.constexpr(128)  # columns of a warpgroup
 
 
 @record
-class Weights:
+class WideExchange:
     """``P`` and ``dS`` of two tiles in shared memory, and their barriers."""
 
     p: gl.shared_memory_descriptor  # [2, ROWS, TILE_M]
@@ -49,12 +49,12 @@ class Weights:
 
 
 @gluon.jit
-def make_weights(dtype: gl.constexpr, config):
+def make_wide_exchange(dtype: gl.constexpr, config):
     """Allocate two tiles of each, and their barriers."""
     p = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
     p_barriers = make_barriers(1, 2, 1, 1)
     ds = gl.allocate_shared_memory(dtype, [2, ROWS, config.TILE_M], SWIZZLED)
-    return Weights(p, p_barriers, ds, make_barriers(1, 2, 1, 1))
+    return WideExchange(p, p_barriers, ds, make_barriers(1, 2, 1, 1))
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _add_dq(d_q, dq, row, config, WG: gl.constexpr):
 
 @gluon.jit
 def _p_step(
-    d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys, window, scale, config
+    d_q, dk, dv, memory, exchange, use, previous_row, causal_limit, num_keys, window, scale, config
 ):  # fmt: skip
     """First warpgroup: compute ``P`` of a tile; multiply with it and with the previous ``dS``."""
     M: gl.constexpr = config.TILE_M
@@ -90,61 +90,61 @@ def _p_step(
     last_slot = memory.barriers.slot(0, gl.maximum(use - 1, 0))
     q = as_tile(memory.q.index(slot), M, config.WIDTH)
     k = as_tile(memory.k.index(0), ROWS, config.WIDTH)
-    ds = weights.ds.index(use % 2)
+    ds = exchange.ds.index(use % 2)
     memory.barriers.wait_full(0, use)
     s = start_scores(k, q, config)
-    weights.ds_barriers.wait_full(0, use)
+    exchange.ds_barriers.wait_full(0, use)
     dk = warpgroup_mma(ds, _half_of(memory.q.index(last_slot), M, 0), dk, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     p = recompute_weights(s, memory.lse2.index(slot), causal_limit, num_keys, window, scale, config)
-    weights.p_barriers.wait_empty(0, use)
-    weights.p.index(use % 2).store(p.to(k.dtype))
+    exchange.p_barriers.wait_empty(0, use)
+    exchange.p.index(use % 2).store(p.to(k.dtype))
     fence_async_shared()
-    weights.p_barriers.fill(0, use)
+    exchange.p_barriers.fill(0, use)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     memory.barriers.release_last(0, use)
     dq = _start_dq(ds, _half_of(memory.k.index(0), ROWS, 0), config)
     d_out_half = _half_of(memory.d_out.index(slot), M, 0)
-    dv = warpgroup_mma(weights.p.index(use % 2), d_out_half, dv, is_async=True)
+    dv = warpgroup_mma(exchange.p.index(use % 2), d_out_half, dv, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    weights.ds_barriers.release(0, use)
+    exchange.ds_barriers.release(0, use)
     _add_dq(d_q, dq, previous_row, config, 0)
     dv = warpgroup_mma_wait(0, deps=(dv,))
     return dk, dv
 
 
 @gluon.jit
-def _ds_step(d_q, dk, dv, memory, weights, use, row, config):
+def _ds_step(d_q, dk, dv, memory, exchange, use, row, config):
     """Second warpgroup: compute ``dS`` of a tile; multiply with it and with ``P``."""
     M: gl.constexpr = config.TILE_M
     slot = memory.barriers.slot(0, use)
     v = as_tile(memory.v.index(0), ROWS, config.WIDTH)
     d_out = as_tile(memory.d_out.index(slot), M, config.WIDTH)
-    shared_p = weights.p.index(use % 2)
-    shared_ds = weights.ds.index((use + 1) % 2)
+    shared_p = exchange.p.index(use % 2)
+    shared_ds = exchange.ds.index((use + 1) % 2)
     memory.barriers.wait_full(0, use)
     dp = warpgroup_mma_wait(0, deps=(start_scores(v, d_out, config),))
-    weights.p_barriers.wait_full(0, use)
+    exchange.p_barriers.wait_full(0, use)
     S_LAYOUT: gl.constexpr = dp.type.layout
     p = shared_p.load(S_LAYOUT).to(gl.float32)
     ds = p * (dp - numbers(memory.delta.index(slot), dp))
-    weights.ds_barriers.wait_empty(0, use + 1)
+    exchange.ds_barriers.wait_empty(0, use + 1)
     shared_ds.store(ds.to(v.dtype))
     fence_async_shared()
-    weights.ds_barriers.fill(0, use + 1)
+    exchange.ds_barriers.fill(0, use + 1)
     dq = _start_dq(shared_ds, _half_of(memory.k.index(0), ROWS, 1), config)
     dv = warpgroup_mma(shared_p, _half_of(memory.d_out.index(slot), M, 1), dv, is_async=True)
     dk = warpgroup_mma(shared_ds, _half_of(memory.q.index(slot), M, 1), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=(dq,))
     _add_dq(d_q, dq, row, config, 1)
     dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-    weights.p_barriers.release(0, use)
+    exchange.p_barriers.release(0, use)
     memory.barriers.release(0, use)
     return dk, dv
 
 
 @gluon.jit
-def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, config, warpgroup):
+def walk_half_role(d_q, d_k, d_v, memory, exchange, batch, scale, softmax_scale, config, warpgroup):
     """One warpgroup: visit all tiles of queries that see the program's keys."""
     WG: gl.constexpr = warpgroup.INDEX
     M: gl.constexpr = config.TILE_M
@@ -152,9 +152,9 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
     dk = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     dv = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     if WG == 1:  # the first step reads a previous ``dS`` of zeros
-        weights.ds.index(0).store(gl.zeros([ROWS, M], weights.ds.dtype, product_layout(M)))
+        exchange.ds.index(0).store(gl.zeros([ROWS, M], exchange.ds.dtype, product_layout(M)))
         fence_async_shared()
-        weights.ds_barriers.fill(0, 0)
+        exchange.ds_barriers.fill(0, 0)
     memory.keys_barriers.wait_full(0, 0)
     tile = walk.start
     head_row = (walk.kv_head * config.GROUP * batch.num_seqs + walk.seq) * batch.pitch
@@ -165,19 +165,19 @@ def walk_half_role(d_q, d_k, d_v, memory, weights, batch, scale, softmax_scale, 
         if WG == 0:
             causal_limit = tile * M + num_keys - batch.query_len
             dk, dv = _p_step(
-                d_q, dk, dv, memory, weights, use, previous_row, causal_limit, num_keys,
+                d_q, dk, dv, memory, exchange, use, previous_row, causal_limit, num_keys,
                 batch.window, scale, config,
             )  # fmt: skip
         else:
             row = head_row + tile * M
-            dk, dv = _ds_step(d_q, dk, dv, memory, weights, use, row, config)
+            dk, dv = _ds_step(d_q, dk, dv, memory, exchange, use, row, config)
         previous_row = head_row + tile * M
         tile, head_row = advance(walk, tile, head_row, batch.num_seqs * batch.pitch, config)
     if WG == 0:  # noqa: SIM102
         if num_steps > 0:  # as in ``hopper_gradients``
-            ds = weights.ds.index(num_steps % 2)
+            ds = exchange.ds.index(num_steps % 2)
             q_half = _half_of(memory.q.index(memory.barriers.slot(0, num_steps - 1)), M, 0)
-            weights.ds_barriers.wait_full(0, num_steps)
+            exchange.ds_barriers.wait_full(0, num_steps)
             dk = warpgroup_mma(ds, q_half, dk, is_async=True)
             dq = _start_dq(ds, _half_of(memory.k.index(0), ROWS, 0), config)
             dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
