@@ -196,14 +196,14 @@ def align_saved(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def choose_gradient(function: Any, watched: Any, *inputs: Any) -> Any:
-    """Return ``function``, or its operator form where a derivative or an observer may need it."""
-    needs_watched = torch.is_grad_enabled() or has_dispatch_observers(*inputs)
-    return watched if needs_watched else function
+def choose_gradient(function: Any, operator_call: Any, *inputs: Any) -> Any:
+    """Return ``function``, or the operator's call where a derivative or an observer may need it."""
+    needs_operator_call = torch.is_grad_enabled() or has_dispatch_observers(*inputs)
+    return operator_call if needs_operator_call else function
 
 
-def make_last(operator: Any) -> Callable[..., Any]:
-    """Return a gradient operator's observable form, whose own derivative raises."""
+def refuse_second_derivative(operator: Any) -> Callable[..., Any]:
+    """Return a call of a gradient operator, whose own derivative raises."""
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
@@ -214,17 +214,17 @@ def make_last(operator: Any) -> Callable[..., Any]:
             "attention (swin.unpatch(model) where swin.patch was called)"
         )
 
-    return _make_watched(operator._qualname, operator, keep_nothing, refuse)
+    return _make_operator_call(operator._qualname, operator, keep_nothing, refuse)
 
 
-def make_ways(
+def make_calls(
     name: str,
     forward: Callable[..., Any],
     operator: Any,
     remember: Callable[[Any, tuple[Any, ...], Any], None],
     differentiate: Callable[..., tuple[Any, ...]],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Register an operator's gradient; return the direct call and the observable one.
+    """Register an operator's gradient; return the direct call and the operator's.
 
     Args:
         name: Shown by profiles and ``grad_fn``.
@@ -233,11 +233,11 @@ def make_ways(
         remember: Saves for backward, from the context, inputs and outputs.
         differentiate: Returns all inputs' gradients, from the context and the outputs' gradients.
     """
-    watched = _make_watched(name, operator, remember, differentiate)
-    return _make_function(name, forward, remember, differentiate), watched
+    operator_call = _make_operator_call(name, operator, remember, differentiate)
+    return _make_function(name, forward, remember, differentiate), operator_call
 
 
-def _make_watched(
+def _make_operator_call(
     name: str,
     operator: Any,
     remember: Callable[[Any, tuple[Any, ...], Any], None],

@@ -18,8 +18,8 @@ from ..eager import (
     check_readable,
     choose_gradient,
     has_dispatch_observers,
-    make_last,
-    make_ways,
+    make_calls,
+    refuse_second_derivative,
     refuse_tangents,
     without_autocast,
 )
@@ -47,7 +47,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return ``out`` and ``lse``, by the operator only under tracing and compilers."""
     refuse_tangents("attention", *inputs)
-    out, lse = (_watched if has_dispatch_observers(*inputs) else _function)(*inputs)
+    out, lse = (_operator_call if has_dispatch_observers(*inputs) else _function)(*inputs)
     return out, lse
 
 
@@ -158,7 +158,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: a checkpoint recomputes on every access
     out, lse, q, k, v, *others = saved
-    backward = choose_gradient(_backward, _watched_backward, d_out, d_lse, *saved)
+    backward = choose_gradient(_backward, _backward_call, d_out, d_lse, *saved)
     if d_out is None:
         d_out = torch.zeros_like(out)
     d_qkv = backward(d_out, d_lse, out, lse, q, k, v, *others, *ctx.options)
@@ -182,5 +182,5 @@ def _differentiate_sinks(
     return -(share * mean).flatten(0, -2).sum(dim=0).to(sinks.dtype)
 
 
-_watched_backward = make_last(_operator_backward)
-_function, _watched = make_ways("Attention", _forward, _operator, _remember, _differentiate)
+_backward_call = refuse_second_derivative(_operator_backward)
+_function, _operator_call = make_calls("Attention", _forward, _operator, _remember, _differentiate)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...device import DeviceInfo
-from ..eager import choose_gradient, has_dispatch_observers, make_ways
+from ..eager import choose_gradient, has_dispatch_observers, make_calls
 from .geometry import clamp, partition, rel_offsets, shift_regions
 
 
@@ -183,5 +183,5 @@ def _unjoin(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return cut(gradient, *ctx.saved_tensors, None), None, None, None
 
 
-_cut_function, _cut_operator = make_ways("CutWindows", _take_places, _cut, _save, _uncut)
-_join_function, _join_operator = make_ways("JoinWindows", _take_tokens, _join, _save, _unjoin)
+_cut_function, _cut_operator = make_calls("CutWindows", _take_places, _cut, _save, _uncut)
+_join_function, _join_operator = make_calls("JoinWindows", _take_tokens, _join, _save, _unjoin)

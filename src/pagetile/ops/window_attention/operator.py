@@ -19,8 +19,8 @@ from ..eager import (
     check_readable,
     choose_gradient,
     has_dispatch_observers,
-    make_last,
-    make_ways,
+    make_calls,
+    refuse_second_derivative,
     refuse_tangents,
 )
 from .checks import check, check_values
@@ -143,8 +143,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return *(gradients.get(name) for name in Operands.__dataclass_fields__), None
 
 
-_backward_call = make_last(_operator_backward)
-_function, _operator_call = make_ways(
+_backward_call = refuse_second_derivative(_operator_backward)
+_function, _operator_call = make_calls(
     "WindowAttention", _forward, _operator, _setup_context, _differentiate
 )
 
