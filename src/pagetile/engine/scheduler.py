@@ -66,10 +66,10 @@ class Scheduler:
         """Finished sequences that a step in flight still computes."""
         self.counts = CacheCounts()
         self._free_rows = list(range(max_num_seqs))[::-1]
-        self._all_decode = False  # whether all did that run, and no other has come since
+        self._all_decode = False  # whether all were decoding when last asked; a start resets it
         self._num_scheduled = 0
-        self._num_held = 0  # of those that wait, the first: their next blocks are being computed
-        self._completed = -1  # the last step that was
+        self._num_held = 0  # first waiting ones whose next blocks a running sequence computes
+        self._completed = -1  # number of the last completed step
 
     @property
     def has_work(self) -> bool:
