@@ -205,10 +205,12 @@ def decode_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     SEQS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     MERGE_ROWS: tl.constexpr,  # 0: the last CTA of a head to arrive merges; else ``merge_kernel``
-    DOT: tl.constexpr, PREFETCH: tl.constexpr, VISIBLE: tl.constexpr,
+    DOT: tl.constexpr,
+    COMPILED: tl.constexpr,  # not interpreted
+    VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring."""
-    if PREFETCH:  # not interpreted
+    if COMPILED:
         wait_for_previous()
     # The length of the work queue, and this CTA's range of it.
     MAX_TOKENS: tl.constexpr = ROWS // GROUP
@@ -273,7 +275,7 @@ def decode_kernel(
         acc = tl.zeros([TILE_M, V], tl.float32)
         unit = SMALLEST
         table = block_tables + seq.to(tl.int64) * table_stride
-        if PREFETCH and not VISIBLE:
+        if COMPILED and not VISIBLE:
             _prefetch(table, low * TILE_N, tl.minimum(high * TILE_N, seq_len), block_size)
         # Block ids are loaded one tile ahead, and listed block numbers two tiles, so that loads of
         # keys and values need not wait for them.
@@ -347,10 +349,10 @@ def merge_kernel(
     num_kv_heads, max_splits, out_token, out_head, vs_head,
     GROUP: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINKS: tl.constexpr, SCALES: tl.constexpr,
     SPLITS_FIXED: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, PREFETCH: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ``MERGE_ROWS`` rows of a head. Grid: (sequence, KV head) × row tiles."""
-    if PREFETCH:  # not interpreted
+    if COMPILED:
         wait_for_previous()
     seq_head = tl.program_id(0)
     seq, head = seq_head // num_kv_heads, seq_head % num_kv_heads

@@ -148,7 +148,7 @@ def list_constants(problem: Problem, form: CallForm, plan: GpuPlan, paired: bool
         "FETCHED": _fetched_keys(problem),
         "FETCH_REGS": plan.fetch_registers,
         "HEADS": plan.tile_heads,
-        "PREFETCH": not INTERPRETED,
+        "COMPILED": not INTERPRETED,
         "GROUPS": power_of_2(num_groups),
         "VISIBLE": is_listed,
         "SCALE_UNIT": unit,

@@ -96,7 +96,7 @@ def prefix_kernel(
     BLOCK_SIZE: tl.constexpr,  # 0: see block_size
     HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SCALES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DOT: tl.constexpr,
-    PREFETCH: tl.constexpr,  # see wait_for_previous
+    COMPILED: tl.constexpr,  # not interpreted
     EARLY: tl.constexpr,  # whether the previous kernel writes only q of what is read here
     FETCHED: tl.constexpr,  # keys of an item that are prefetched before that kernel is waited for
     GROUPS: tl.constexpr,
@@ -104,7 +104,7 @@ def prefix_kernel(
     """See the module docstring."""
     if EARLY:
         let_next_begin()
-    elif PREFETCH:
+    elif COMPILED:
         wait_for_previous()
     # The items of each group. A group without a prefix has one split, which is empty.
     # .cg (in _read): L1 may hold stale values of what is read before the wait.
