@@ -58,7 +58,7 @@ def test_pagetile_comes_first_beside_its_peers(command, run):
     assert [name.startswith("pagetile.") for name, *_ in rows] == [True, False, False]
     assert rows[0][1] == "1.00"
     assert all(float(error) < 1e-5 for *_, error in rows)
-    assert re.search(r"^least time +[\d.]+ µs: bytes .*, products .*, exponentials ", out, re.M)
+    assert re.search(r"^least time +[\d.]+ [µm]s: bytes .*, products .*, exponentials ", out, re.M)
     for column in ("x own", "of least", "error"):  # what its numbers are stands below
         assert re.search(f"^{column} +[a-z]", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 80

@@ -68,14 +68,13 @@ def test_a_second_start_on_a_cpu_compiles_nothing() -> None:
     assert start(ON_A_CPU, CUDA_VISIBLE_DEVICES="").split() == ["0", "True"]
 
 
-def test_a_kernel_for_a_gpu_is_found_by_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_for_a_gpu_is_found_by_the_next_process(tmp_path: Path) -> None:
+    """Both are new processes: in this one other tests replace functions that kernels call."""
     pytest.importorskip("triton", reason="Triton is not installed: nothing to compile")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    exec(FOR_A_GPU, {})
+    environment = {"TRITON_CACHE_DIR": str(tmp_path)}
+    start(FOR_A_GPU, **environment, PYTHONHASHSEED="3")
     written = find_files(tmp_path)
-    start(FOR_A_GPU)
+    start(FOR_A_GPU, **environment)
     assert any(path.suffix == ".cubin" for path in written)
     assert find_files(tmp_path) == written
 

@@ -134,7 +134,8 @@ def on_host(*modules):
             names[name] = value.value
         elif isinstance(value, triton.JITFunction):
             names[name] = FunctionType(value.fn.__code__, names, name)
-    names["gl"], names["barrier"] = LANGUAGE, lambda: None
+    names["gl"] = names["tl"] = LANGUAGE
+    names["barrier"] = lambda: None
     names["SplitSchedule"] = HostSchedule
     names["LastWave"] = HostWave
     return SimpleNamespace(**names)
