@@ -94,16 +94,17 @@ def _find_end(sequence: Sequence, token_id: int) -> str | None:
 
 
 def _make_text(sequence: Sequence, new: list[int], *, is_last: bool) -> str:
-    """Return the text that new tokens make certain; at the end, all or what was held back."""
-    request, detokenizer = sequence.request, sequence.detokenizer
-    ends = () if request.params.include_stop_str_in_output else sequence.end_token_ids
-    if detokenizer is None:
+    """Return the text that new tokens make certain, and at the end what was held back."""
+    params, decoder, detokenizer = sequence.request.params, sequence.decoder, sequence.detokenizer
+    ends = () if params.include_stop_str_in_output else sequence.end_token_ids
+    if detokenizer is not None:
+        text = detokenizer.append([token_id for token_id in new if token_id not in ends])
+        return text + detokenizer.flush() if is_last else text
+    if decoder is not None:  # the sequence has ended, and needed no text before
         token_ids = [token_id for token_id in sequence.output_token_ids if token_id not in ends]
-        if sequence.decoder is not None:
-            decoder, skips = sequence.decoder, request.params.skip_special_tokens
-            known, is_spelt = request.prompt_token_ids, decoder.token_bytes[skips] is not None
-            rest = token_ids, skips
-            sequence.text = decoder.decode(*rest) if is_spelt else decoder.text_after(known, *rest)
-        return ""
-    text = detokenizer.append([token_id for token_id in new if token_id not in ends])
-    return text + detokenizer.flush() if is_last else text
+        skips, prompt = params.skip_special_tokens, sequence.request.prompt_token_ids
+        if decoder.token_bytes[skips] is not None:  # bytes do not depend on those before them
+            sequence.text = decoder.decode(token_ids, skips)
+        else:
+            sequence.text = decoder.text_after(prompt, token_ids, skips)
+    return ""

@@ -90,7 +90,7 @@ def last_characters(
 ) -> list[int]:
     """Return at most ``KEPT`` last tokens of a prompt that are whole characters.
 
-    None if it ends within a character, or ``decode`` fails.
+    The list is empty if the prompt ends within a character, or if ``decode`` fails.
     """
     with suppress(Exception):
         for start in range(-KEPT, 0):

@@ -46,7 +46,7 @@ class _Sample:
 
     @property
     def offset(self) -> int:
-        """Offset in the text at which its next token begins: after a character that it ends."""
+        """Offset of its next token in the text; inside of a character, the offset after it."""
         return self.num_chars + bool(self.utf8.buffer)
 
 

@@ -14,7 +14,8 @@ from .unpacking import can_unpack, estimate
 
 SHORT_ROWS = 8
 """Up to this many rows, a sequence of a mixed batch goes to the decode kernel, not to prefill. One
-new token of up to 16 heads does, too. With room for 16 rows of all sequences decode is slower."""
+new token of up to 16 heads does, too. A decode kernel with room for 16 rows of every sequence is
+slower, however many rows they have."""
 
 
 def make_hopper_prefill_plan(
