@@ -10,7 +10,6 @@ from torch import Tensor
 from ..errors import GenerationError
 from ..kv_cache import BlockTable
 from ..models.forward_batch import ForwardBatch
-from ..ops.paged_attention import PagedBatch
 from .logprobs import LogprobDicts, TokenLogprobs, compute_logprobs, read_logprobs
 from .output_processor import fail
 from .outputs import Delta
@@ -52,6 +51,7 @@ def score_next(engine: Engine, waiting: deque[OneSequence], deltas: list[Delta])
     return True
 
 
+@torch.inference_mode()
 def score_prompt(engine: Engine, sequence: OneSequence) -> bool:
     """Compute a request's ``prompt_logprobs``; a failure becomes its sequence's ``error``.
 
@@ -71,7 +71,11 @@ def score_prompt(engine: Engine, sequence: OneSequence) -> bool:
         chunk = min(CHUNK, engine.model.max_step_tokens or CHUNK)
         for start in range(0, len(token_ids), chunk):
             end = min(start + chunk, len(token_ids))
-            logits = _forward(engine, table, token_ids, start, end)
+            step = ForwardBatch.of(
+                [token_ids[start:end]], [table.blocks], [end],
+                block_size=engine.pool.block_size, device=engine.model.device,
+            )  # fmt: skip
+            logits = engine.model.forward(step)
             targets = token_ids[start + 1 : end + 1]
             if targets:
                 scores += _score(logits[: len(targets)], targets, num_top)
@@ -82,34 +86,6 @@ def score_prompt(engine: Engine, sequence: OneSequence) -> bool:
     finally:
         table.free()
     return True
-
-
-@torch.inference_mode()
-def _forward(
-    engine: Engine, table: BlockTable, token_ids: Sequence[int], start: int, end: int
-) -> Tensor:
-    """Return the logits of tokens ``start .. end - 1``: ``[end - start, vocab_size]``."""
-    device = engine.model.device
-
-    def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    batch = PagedBatch(
-        block_tables=ints(table.blocks, torch.int32)[None],
-        seq_lens=ints([end], torch.int32),
-        cu_seqlens_q=ints([0, end - start], torch.int32),
-        max_query_len=end - start,
-        max_seq_len=end,
-    )
-    return engine.model.forward(
-        ForwardBatch(
-            token_ids=ints(token_ids[start:end]),
-            positions=torch.arange(start, end, device=device),
-            batch=batch,
-            slot_mapping=ints(table.slots(start, end)),
-            logits_rows=torch.arange(end - start, device=device),
-        )
-    )
 
 
 def _score(logits: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:

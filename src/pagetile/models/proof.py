@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..kv_cache import BlockPool
 from ..kv_cache.storage import KVCache
-from ..ops.paged_attention import PagedBatch
 from .attention import collect_configs, driven
 from .forward_batch import ForwardBatch
 from .module_attention import find_reference
@@ -79,10 +78,15 @@ def prove(
     tables = _lay_out(paged, sequences)
     num_done = [0, 0]
     for phase, counts in zip(_PHASES, _cut(*map(len, sequences)), strict=True):
-        logits = paged.forward(_make_step(sequences, num_done, counts, tables))
-        wanted = [rows[at : at + n] for rows, at, n in zip(expected, num_done, counts, strict=True)]
-        _compare(phase, _row_errors(logits, torch.cat(wanted)), model.dtype, tolerance)
-        num_done = [at + n for at, n in zip(num_done, counts, strict=True)]
+        ends = [at + n for at, n in zip(num_done, counts, strict=True)]
+        parts = [slice(at, end) for at, end in zip(num_done, ends, strict=True)]
+        new = [ids[part].tolist() for ids, part in zip(sequences, parts, strict=True)]
+        logits = paged.forward(
+            ForwardBatch.of(new, tables, ends, block_size=_BLOCK_SIZE, device=paged.device)
+        )
+        wanted = torch.cat([rows[part] for rows, part in zip(expected, parts, strict=True)])
+        _compare(phase, _row_errors(logits, wanted), model.dtype, tolerance)
+        num_done = ends
     paged.bind(None)
 
 
@@ -135,7 +139,7 @@ def _cut(long: int, short: int) -> list[tuple[int, int]]:
     return [(first, short - 2), (long - first - 1, 1), (1, 1)]
 
 
-def _lay_out(paged: PagedModel, sequences: tuple[Tensor, Tensor]) -> Tensor:
+def _lay_out(paged: PagedModel, sequences: tuple[Tensor, Tensor]) -> list[range]:
     """Bind a small cache full of NaN, with block tables in unsorted order."""
     width = -(-max(len(s) for s in sequences) // _BLOCK_SIZE)
     num_blocks = 2 * width + 1
@@ -145,31 +149,7 @@ def _lay_out(paged: PagedModel, sequences: tuple[Tensor, Tensor]) -> Tensor:
     for blocks in (*cache.k, *cache.v):
         blocks.fill_(torch.nan)
     paged.bind(cache)
-    order = torch.arange(2 * width, dtype=torch.int32, device=paged.device)
-    return (num_blocks - 1 - order).view(width, 2).T.contiguous()
-
-
-def _make_step(
-    sequences: tuple[Tensor, Tensor], num_done: list[int], counts: tuple[int, int], tables: Tensor
-) -> ForwardBatch:
-    device = tables.device
-    ends = [at + n for at, n in zip(num_done, counts, strict=True)]
-    positions = [
-        torch.arange(at, end, device=device) for at, end in zip(num_done, ends, strict=True)
-    ]
-    slots = [
-        tables[seq, at // _BLOCK_SIZE].long() * _BLOCK_SIZE + at % _BLOCK_SIZE
-        for seq, at in enumerate(positions)
-    ]
-    starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
-    lengths = torch.tensor(ends, dtype=torch.int32, device=device)
-    return ForwardBatch(
-        token_ids=torch.cat([s[at] for s, at in zip(sequences, positions, strict=True)]),
-        positions=torch.cat(positions),
-        batch=PagedBatch(tables, lengths, starts, max(counts), max(ends)),
-        slot_mapping=torch.cat(slots),
-        logits_rows=torch.arange(sum(counts), device=device),
-    )
+    return [range(num_blocks - 1 - seq, 0, -2) for seq in range(2)]
 
 
 def _compare(phase: str, errors: Tensor, dtype: torch.dtype, tolerance: float) -> None:
