@@ -19,18 +19,19 @@ from ...shapes import (
     Form,
     bind,
     check_apart,
+    check_contiguous_rows,
     check_device,
     check_dtype,
     check_tensors,
     check_written_once,
+    dtype_name,
     forms,
-    given,
     is_debugging,
 )
 from ...tiles.types import FLOATS
 from . import operator
 from .attention import as_scale, as_scales, is_interpreting
-from .checks import check_packed
+from .checks import check_one_number, check_packed
 from .layout import FLOAT8, as_float8
 
 _CHUNK = 1 << 24
@@ -96,11 +97,7 @@ def reshape_and_cache(
         "reshape_and_cache", key=key, value=value, key_cache=key_cache, value_cache=value_cache
     )
     scales = as_scales(kv_cache_dtype, k_scale, v_scale, key)
-    for name, scale in given(k_scale=scales[0], v_scale=scales[1]).items():
-        if scale.numel() != 1:
-            raise ShapeError(
-                f"{name} has shape {list(scale.shape)}, expected one number for the whole cache"
-            )
+    check_one_number(k_scale=scales[0], v_scale=scales[1])
     check_caches_apart(key, value, key_cache, value_cache, spans)
     key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
     if key.is_cpu or is_debugging():
@@ -142,7 +139,7 @@ def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> N
     check_dtype("value", value, key.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     if key_cache.dtype not in (key.dtype, *FLOAT8.values()):
-        given, new = (str(dtype).removeprefix("torch.") for dtype in (key_cache.dtype, key.dtype))
+        given, new = dtype_name(key_cache.dtype), dtype_name(key.dtype)
         raise DTypeError(
             f"key_cache is {given}, expected {new} as key is, with kv_cache_dtype='auto'; a cache "
             f"of uint8 takes one of {', '.join(FLOAT8)}"
@@ -152,11 +149,7 @@ def _check_new(key: Form, value: Form, key_cache: Form, slot_mapping: Form) -> N
             f"slot_mapping has {plural(slot_mapping.shape[0], 'slot')} but key has "
             f"{plural(key.shape[0], 'token')}: every slot needs a token"
         )
-    if key.strides[-1] != 1 or value.strides[-1] != 1:
-        raise ShapeError(
-            f"key and value have strides {list(key.strides)} and {list(value.strides)}, expected a "
-            "contiguous last dimension: call .contiguous()"
-        )
+    check_contiguous_rows(key=key, value=value)
 
 
 def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:

@@ -15,6 +15,7 @@ from ...shapes import (
     Form,
     bind,
     check_apart,
+    check_contiguous_rows,
     check_device,
     check_dtype,
     check_written_once,
@@ -117,6 +118,24 @@ def check_packed(key_cache: Form | Tensor, value_cache: Form | Tensor) -> None:
             )
 
 
+_REQUIRED = ("out", "query", "key_cache", "value_cache", "block_tables", "seq_lens")
+_OPTIONAL = ("alibi_slopes", "k_scale", "v_scale", "exp_sum", "max_logits", "tmp_out")
+_SUMS = "num_seqs num_heads max_num_partitions"
+_PATTERNS = {
+    "query": "num_seqs num_heads head_size",
+    "out": "num_seqs num_heads head_size",
+    "value_cache": "num_blocks num_kv_heads head_size block_size",
+    "block_tables": "num_seqs max_num_blocks_per_seq",
+    "seq_lens": "num_seqs",
+    "alibi_slopes": "num_heads",
+    "exp_sum": _SUMS,
+    "max_logits": _SUMS,
+    "tmp_out": f"{_SUMS} head_size",
+}
+_ROWS = ("out", "query", "block_tables", "exp_sum", "max_logits", "tmp_out")
+"""Tensors whose last dimension is contiguous."""
+
+
 @functools.lru_cache(maxsize=1024)
 def bind_attention(
     forms: tuple[Any, ...], optional: tuple[Any, ...], num_kv_heads: int, block_size: int
@@ -124,8 +143,8 @@ def bind_attention(
     """Check the tensors of a call by their forms.
 
     Args:
-        forms: Forms of out, query, key_cache, value_cache, block_tables and seq_lens.
-        optional: Forms of alibi_slopes, k_scale, v_scale, exp_sum, max_logits, tmp_out, or None.
+        forms: Forms of the tensors in ``_REQUIRED``.
+        optional: Forms of those in ``_OPTIONAL``, or None.
         num_kv_heads: The caller's argument.
         block_size: The caller's argument.
 
@@ -133,27 +152,16 @@ def bind_attention(
         ShapeError: Sizes, strides or devices disagree.
         DTypeError: An element type is wrong.
     """
-    out, query, key_cache, value_cache, block_tables, seq_lens = (Form(*form) for form in forms)
-    alibi_slopes, k_scale, v_scale, exp_sum, max_logits, tmp_out = (
-        None if form is None else Form(*form) for form in optional
-    )
+    names = (*_REQUIRED, *_OPTIONAL)
+    given = zip(names, (*forms, *optional), strict=True)
+    tensors = {name: Form(*each) for name, each in given if each is not None}
+    query, key_cache, value_cache = (tensors[name] for name in names[1:4])
     check_packed(key_cache, value_cache)
-    sums = "num_seqs num_heads max_num_partitions"
-    sizes = bind(
-        query=(query, "num_seqs num_heads head_size"),
-        out=(out, "num_seqs num_heads head_size"),
-        value_cache=(value_cache, "num_blocks num_kv_heads head_size block_size"),
-        block_tables=(block_tables, "num_seqs max_num_blocks_per_seq"),
-        seq_lens=(seq_lens, "num_seqs"),
-        alibi_slopes=(alibi_slopes, "num_heads"),
-        exp_sum=(exp_sum, sums),
-        max_logits=(max_logits, sums),
-        tmp_out=(tmp_out, sums + " head_size"),
-    )
-    for name, given in (("num_kv_heads", num_kv_heads), ("block_size", block_size)):
-        if sizes[name] != given:
+    sizes = bind(**{name: (tensors.get(name), words) for name, words in _PATTERNS.items()})
+    for name, size in (("num_kv_heads", num_kv_heads), ("block_size", block_size)):
+        if sizes[name] != size:
             raise ShapeError(
-                f"{name} is {given}, but value_cache has {name}={sizes[name]} (its shape is "
+                f"{name} is {size}, but value_cache has {name}={sizes[name]} (its shape is "
                 f"{list(value_cache.shape)})"
             )
     if sizes["num_heads"] % num_kv_heads:
@@ -166,37 +174,25 @@ def bind_attention(
             f"query has head_size={sizes['head_size']}, expected a multiple of 8 up to "
             f"{LARGEST_HEAD}"
         )
-    _check_types(query, key_cache, out, tmp_out)
-    check_dtype("block_tables", block_tables, torch.int32)
-    check_dtype("seq_lens", seq_lens, torch.int32)
-    others: dict[str, Form | None] = {
-        "out": out, "key_cache": key_cache, "value_cache": value_cache,
-        "block_tables": block_tables, "seq_lens": seq_lens, "alibi_slopes": alibi_slopes,
-        "k_scale": k_scale, "v_scale": v_scale, "exp_sum": exp_sum, "max_logits": max_logits,
-        "tmp_out": tmp_out,
-    }  # fmt: skip
-    for name in ("alibi_slopes", "k_scale", "v_scale", "exp_sum", "max_logits"):
-        tensor = others[name]
-        if tensor is not None:
-            check_dtype(name, tensor, torch.float32)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    _check_types(tensors)
+    check_one_number(k_scale=tensors.get("k_scale"), v_scale=tensors.get("v_scale"))
+    check_contiguous_rows(**{name: tensors.get(name) for name in _ROWS})
+    check_device("query", query.device, **tensors)
+    check_written_once(**{name: tensors.get(name) for name in OUTPUTS})
+    return Problem(
+        sizes["num_seqs"], sizes["num_heads"], num_kv_heads, sizes["head_size"], block_size,
+        sizes["num_blocks"], query.dtype, key_cache.dtype,
+        {name: span(tensor) for name, tensor in tensors.items()},
+    )  # fmt: skip
+
+
+def check_one_number(**scales: Form | Tensor | None) -> None:
+    """Raise ShapeError for a scale that has not one element."""
+    for name, scale in scales.items():
         if scale is not None and scale.shape.numel() != 1:
             raise ShapeError(
                 f"{name} has shape {list(scale.shape)}, expected one number for the whole cache"
             )
-    for name in ("out", "query", "block_tables", "exp_sum", "max_logits", "tmp_out"):
-        tensor = query if name == "query" else others[name]
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
-            raise ShapeError(
-                f"{name} has strides {list(tensor.strides)}, expected a contiguous last dimension"
-            )
-    check_device("query", query.device, **others)
-    check_written_once(**{name: others[name] for name in OUTPUTS})
-    known = {name: span(tensor) for name, tensor in others.items() if tensor is not None}
-    return Problem(
-        sizes["num_seqs"], sizes["num_heads"], num_kv_heads, sizes["head_size"], block_size,
-        sizes["num_blocks"], query.dtype, key_cache.dtype, {**known, "query": span(query)},
-    )  # fmt: skip
 
 
 def check_outputs(problem: Problem, outputs: Sequence[Tensor], **others: Tensor) -> None:
@@ -218,11 +214,15 @@ def check_outputs(problem: Problem, outputs: Sequence[Tensor], **others: Tensor)
                 check_apart(name, output, **{other: tensor})
 
 
-def _check_types(query: Form, key_cache: Form, out: Form, tmp_out: Form | None) -> None:
+def _check_types(tensors: dict[str, Form]) -> None:
+    query, key_cache = tensors["query"], tensors["key_cache"]
     check_dtype("query", query, *FLOATS)
-    check_dtype("out", out, query.dtype)
-    if tmp_out is not None:
-        check_dtype("tmp_out", tmp_out, query.dtype)
+    others = {"out": query.dtype, "tmp_out": query.dtype}
+    others |= dict.fromkeys(("block_tables", "seq_lens"), torch.int32)
+    others |= dict.fromkeys(_OPTIONAL[:-1], torch.float32)
+    for name, dtype in others.items():
+        if name in tensors:
+            check_dtype(name, tensors[name], dtype)
     if key_cache.dtype.itemsize > 1 and key_cache.dtype != query.dtype:
         raise DTypeError(
             f"key_cache is {dtype_name(key_cache.dtype)} but query is {dtype_name(query.dtype)}: "
