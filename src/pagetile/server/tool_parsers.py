@@ -160,20 +160,10 @@ class Llama3JsonParser:
         held, self._held = self._held, None
         if not held:
             return Parsed()
-        calls: list[Call] = []
-        rest = held.strip().removeprefix(self.TAG).strip()
-        decoder = json.JSONDecoder()
-        while rest:
-            try:
-                value, end = decoder.raw_decode(rest)
-            except (ValueError, RecursionError):
-                return Parsed(held)
-            found = _call(value, self._names, "parameters", len(calls))
-            if found is None:
-                return Parsed(held)
-            calls.append(found)
-            rest = rest[end:].lstrip().removeprefix(";").lstrip()
-        return Parsed("", calls)
+        values, rest = _read_values(held.strip().removeprefix(self.TAG), ";")
+        calls = [_call(value, self._names, "parameters", at) for at, value in enumerate(values)]
+        known = [call for call in calls if call is not None]
+        return Parsed(held) if rest or len(known) < len(calls) else Parsed("", known)
 
 
 class ForcedCalls:
@@ -190,15 +180,9 @@ class ForcedCalls:
     def finish(self) -> Parsed:
         """Return the calls; of a list that was cut off by a length limit, the complete ones."""
         calls: list[Call] = []
-        decoder, rest = json.JSONDecoder(), self._held.strip().removeprefix("[").lstrip()
-        while rest and rest[0] == "{":
-            try:
-                value, end = decoder.raw_decode(rest)
-            except (ValueError, RecursionError):
-                break
+        for value in _read_values(self._held.strip().removeprefix("["), ",")[0]:
             if found := _call(value, self._names, "parameters", len(calls)):
                 calls.append(found)
-            rest = rest[end:].lstrip().removeprefix(",").lstrip()
         return Parsed("", calls)
 
 
@@ -256,6 +240,19 @@ def _call(value: Any, names: Collection[str], key: str, index: int) -> Call | No
     if not isinstance(arguments, dict):
         return None
     return Call(index, value["name"], json.dumps(arguments, ensure_ascii=False), _new_id())
+
+
+def _read_values(text: str, separator: str) -> tuple[list[Any], str]:
+    """Return the JSON values at the beginning of a text, and what follows the last of them."""
+    values, decoder, rest = [], json.JSONDecoder(), text.lstrip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            break
+        values.append(value)
+        rest = rest[end:].lstrip().removeprefix(separator).lstrip()
+    return values, rest
 
 
 def _parse(text: str) -> Any:
