@@ -37,33 +37,13 @@ def render(
     _check_template(tokenizer, chat_template)
     return [
         tokenizer.encode(
-            _apply(tokenizer, conversation, f"conversation {number}", chat_template, **options),
+            render_text(
+                tokenizer, conversation, chat_template, name=f"conversation {number}: ", **options
+            ),
             add_special_tokens=False,
         )
         for number, conversation in enumerate(_listed(messages))
     ]
-
-
-def render_text(
-    tokenizer: Any, conversation: Conversation, chat_template: str | None = None, **options: Any
-) -> str:
-    """Return one conversation as text; encoded without special tokens it gives ``render``'s ids.
-
-    Args:
-        tokenizer: The checkpoint's, from Transformers.
-        conversation: Its messages.
-        chat_template: Replaces the tokenizer's own.
-        **options: ``add_generation_prompt``: whether the text ends where an answer begins, True
-            by default; ``continue_final_message``: whether it ends within the last message, which
-            the model is to continue; ``tools``: what the model may call; ``template_options``:
-            what else the template takes, ``{"enable_thinking": False}``.
-
-    Raises:
-        RequestError: As ``render``.
-    """
-    _check_template(tokenizer, chat_template)
-    [listed] = _listed(conversation)
-    return _apply(tokenizer, listed, "conversation 0", chat_template, **options)
 
 
 def as_template_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -160,25 +140,41 @@ def _check(conversation: Any, name: str) -> None:
             )
 
 
-def _apply(
+def render_text(
     tokenizer: Any,
-    conversation: list[dict[str, Any]],
-    name: str,
+    messages: list[dict[str, Any]],
     chat_template: str | None,
     *,
+    name: str = "",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Tools | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> str:
+    """Return one conversation as text, to be encoded without special tokens.
+
+    Args:
+        tokenizer: The checkpoint's, from Transformers; it or ``chat_template`` has a template.
+        messages: As ``as_template_message`` makes them.
+        chat_template: Replaces the tokenizer's own.
+        name: How messages of errors begin.
+        add_generation_prompt: Whether the text ends where an answer begins.
+        continue_final_message: Whether it ends within the last message, for the model to continue.
+        tools: What the model may call.
+        template_options: What else the template takes, ``{"enable_thinking": False}``.
+
+    Raises:
+        TemplateError: The template refuses the messages.
+        RequestError: It knows no tools, or there is no message to continue.
+    """
     source = str(chat_template or tokenizer.chat_template)
     if tools and "tools" not in source:
         raise RequestError("tools: the chat template does not offer tools to the model")
-    if continue_final_message and conversation[-1]["role"] != "assistant":
-        raise RequestError(f"{name}: continue_final_message needs an assistant's last message")
+    if continue_final_message and messages[-1]["role"] != "assistant":
+        raise RequestError(f"{name}continue_final_message needs an assistant's last message")
     try:
         text: str = tokenizer.apply_chat_template(
-            conversation,
+            messages,
             chat_template=chat_template,
             tools=list(tools) if tools else None,
             tokenize=False,
@@ -191,4 +187,4 @@ def _apply(
         )
         return text
     except Exception as error:  # a template may raise anything
-        raise TemplateError(f"{name}: the chat template refuses it: {error}") from error
+        raise TemplateError(f"{name}the chat template refuses it: {error}") from error

@@ -102,22 +102,21 @@ class ChatTemplate:
                     f"chat_template_kwargs.{name} is not for a request to set",
                     f"chat_template_kwargs.{name}",
                 )
-        if self._tokenizer is not None and (chat_template or self.source) is None:
+        template = chat_template or self.source
+        if self._tokenizer is None or template is None:
             raise field_error(
                 "this model has no chat template: it was not trained on conversations. Use "
                 "/v1/completions, or start the server with --chat-template",
                 "messages",
             )
-
-        if functions and "tools" not in (chat_template or self.source or "tools"):
+        if functions and "tools" not in template:
             raise field_error(NO_TOOLS)
 
         def work() -> str:
-            template = chat_template or self._config.chat_template
             return render_text(
                 self._tokenizer,
                 given,
-                template,
+                chat_template or self._config.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=functions or None,
@@ -127,9 +126,8 @@ class ChatTemplate:
         try:
             text = await self._within(work, self._config.limits.template_seconds)
         except RequestError as error:
-            reason = str(error).removeprefix("conversation 0: ")
             code = "chat_template_refuses" if isinstance(error, TemplateError) else None
-            raise field_error(reason, "messages", code) from error
+            raise field_error(str(error), "messages", code) from error
         self._check_length(len(text), "messages")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
