@@ -95,12 +95,12 @@ def test_the_least_time_is_the_analysis(run):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("attention --iterations 0", "--iterations 0, --warmup 10: expected at least 1 and 0"),
+        ("attention --iterations 0", "'--iterations': expected at least 1: see"),
         ("attention --head-size 0", "head_size is 0"),
         ("attention --num-heads 3 --num-kv-heads 2", "num_heads=3 is not a multiple"),
         ("attention --head-size 7", "head_size"),
         ("scores --batch 0", "batch is 0"),
-        ("scores --num-tokens 0", "--num-tokens 0: expected at least 1"),
+        ("scores --num-tokens 0", "'--num-tokens': expected at least 1: see"),
         ("scores --device tpu", "'--device': 'tpu' is not one of 'cpu', 'cuda'"),
         ("scores --dtype int8", "int8"),
         ("windows --grid 8,8 --window 4", "differ in their number of axes"),

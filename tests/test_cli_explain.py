@@ -121,7 +121,7 @@ def test_windows_counts_a_layer_of_swin_unetr(run):
         ("io --dtype int8", "int8"),
         ("io --num-heads 0 --machine h200", "num_heads is 0"),
         ("io --group 3 --machine h200", "--num-heads 16: expected a multiple of --group 3"),
-        ("io --group 0", "--group 0: expected at least 1"),
+        ("io --group 0", "'--group': expected at least 1: see"),
         ("io --outer both", "both"),
         ("windows --head-size 0", "head_size is 0"),
         ("windows --num-images -1", "num_images is -1, expected at least 1"),

@@ -46,6 +46,8 @@ _PLAIN = {
     "Value error, ": "",
     "Input should be a valid integer, unable to parse string as an integer": "expected an integer",
     "Input should be a valid number, unable to parse string as a number": "expected a number",
+    "Input should be greater than or equal to": "expected at least",
+    "Input should be less than or equal to": "expected at most",
 }
 """Phrases of the option-parsing library, and what is printed instead."""
 

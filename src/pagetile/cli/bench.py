@@ -39,8 +39,8 @@ WINDOWS = """
   pagetile bench windows --grid 56,56 --window 7,7 --head-size 32 --backward
 """
 
-Iterations = Annotated[int, option(None, "N", "Timed calls of each implementation.")]
-Warmup = Annotated[int, option(None, "N", "Untimed calls of each before that.")]
+Iterations = Annotated[int, option(None, "N", "Timed calls of each implementation.", min=1)]
+Warmup = Annotated[int, option(None, "N", "Untimed calls of each before that.", min=0)]
 Device = Annotated[
     Literal["cpu", "cuda"] | None,
     option(None, "NAME", "cpu or cuda. Without it, a GPU if there is one."),
@@ -75,7 +75,7 @@ def attention(
     """Tiled attention."""
     from ..analysis.attention_io import AttentionShape
 
-    where = _prepare(device, iterations, warmup)
+    where = _find_device(device)
     element = _element(dtype)
     shape = AttentionShape(
         query_len,
@@ -98,7 +98,7 @@ def attention(
 def scores(
     batch: Annotated[int, option(None, "N", "Windows, or sequences.")] = 2,
     num_heads: NumHeads = 12,
-    num_tokens: Annotated[int, option(None, "N", "Queries, and as many keys.")] = 196,
+    num_tokens: Annotated[int, option(None, "N", "Queries, and as many keys.", min=1)] = 196,
     head_size: HeadSize = 64,
     dtype: Element = "float32",
     device: Device = None,
@@ -108,9 +108,7 @@ def scores(
     """Products of queries and keys."""
     from ..analysis.attention_io import AttentionShape
 
-    where = _prepare(device, iterations, warmup)
-    if num_tokens < 1:
-        raise RequestError(f"--num-tokens {num_tokens}: expected at least 1")
+    where = _find_device(device)
     shape = AttentionShape(num_tokens, head_size, num_heads=num_heads, batch=batch)
     from ..analysis.contests import scores_contest
 
@@ -141,7 +139,7 @@ def windows(
     """Window attention with a bias table and a shift mask."""
     from ..analysis.window_grid import WindowGrid
 
-    where = _prepare(device, iterations, warmup)
+    where = _find_device(device)
     cut = WindowGrid.of(*parse_grid(grid, window, shift))
     shape = cut.shape(num_images=num_images, num_heads=num_heads, head_size=head_size)
     _check_memory(shape.num_scores, where)
@@ -163,11 +161,7 @@ def windows(
     _run(make, iterations, warmup)
 
 
-def _prepare(device: str | None, iterations: int, warmup: int) -> torch.device:
-    if iterations < 1 or warmup < 0:
-        raise RequestError(
-            f"--iterations {iterations}, --warmup {warmup}: expected at least 1 and 0"
-        )
+def _find_device(device: str | None) -> torch.device:
     import torch
 
     from ..device import default_device

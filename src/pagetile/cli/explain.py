@@ -141,7 +141,7 @@ def io(
     v_head_size: Annotated[
         int | None, option(None, "N", "Width of a head of values, if it differs.", min=1)
     ] = None,
-    group: Annotated[int, option(None, "N", "Query heads for each KV head (GQA).")] = 1,
+    group: Annotated[int, option(None, "N", "Query heads for each KV head (GQA).", min=1)] = 1,
     outer: Annotated[
         Literal["q", "kv"],
         option(
@@ -164,8 +164,6 @@ def io(
     from ..analysis.roofline import attention_work
 
     check_path(out)
-    if group < 1:
-        raise RequestError(f"--group {group}: expected at least 1")
     shortest, longest = parse_sizes(lengths, "--lengths", count=2)
     element_bytes = ELEMENT_BYTES[dtype]
     known = None if machine is None else _find_machine(machine)

@@ -54,7 +54,7 @@ def serve(
         ),
     ] = None,
     host: Annotated[str, option(HTTP, "ADDRESS", "Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, option(HTTP, "N", "Port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, option(HTTP, "N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
         list[str] | None,
         option(
@@ -90,9 +90,11 @@ def serve(
     ] = "auto",
     no_generation_config: NoGenerationConfig = False,
     max_queued: Annotated[
-        int, option(HTTP, "N", "Sequences that may wait; beyond, requests get a 503.")
+        int, option(HTTP, "N", "Sequences that may wait; beyond, requests get a 503.", min=0)
     ] = 1024,
-    max_body_bytes: Annotated[int, option(HTTP, "N", "The largest body of a request.")] = 8 << 20,
+    max_body_bytes: Annotated[
+        int, option(HTTP, "N", "The largest body of a request.", min=1)
+    ] = 8_388_608,
     drain_seconds: Annotated[
         float, option(HTTP, "S", "How long running requests may take after SIGTERM.")
     ] = 30.0,
@@ -145,12 +147,6 @@ def serve(
     """
     import asyncio
 
-    if not 0 <= port <= 65535:
-        raise RequestError(f"--port {port}: expected 0 to 65535")
-    if max_queued < 0:
-        raise RequestError(f"--max-queued {max_queued}: expected 0 or more sequences")
-    if max_body_bytes < 1:
-        raise RequestError(f"--max-body-bytes {max_body_bytes}: expected 1 or more bytes")
     if not 0 <= drain_seconds < float("inf"):
         raise RequestError(f"--drain-seconds {drain_seconds:g}: expected 0 or more seconds")
     if "" in (served_model_name or ()):
