@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +37,6 @@ class EngineThread:
     """Steps an engine on its own thread, the only one that uses the engine.
 
     Other threads post functions to its inbox, which are called before the next step.
-
-    Args:
-        engine: Nothing else may step it before ``close``.
 
     Attributes:
         observers: Called after every step, with a ``StepReport``.
@@ -113,12 +110,14 @@ class EngineThread:
     def _call_commands(self, *, wait: bool) -> None:
         if wait:
             self._inbox.get()()
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        for command in self._commands():
             command()
+
+    def _commands(self) -> Iterator[Callable[[], None]]:
+        """Yield what is in the inbox, and what is posted meanwhile."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._inbox.get_nowait()
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -243,11 +242,7 @@ class EngineThread:
 
     def _answer_inbox(self) -> None:
         """Call what is left in the inbox after the end; a thread that posts later calls it, too."""
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        for command in self._commands():
             with suppress(Exception):  # an abort reads the device, which may be lost
                 command()
 
@@ -266,9 +261,6 @@ class Mailbox:
 
     Steps that finish while the loop is busy are delivered together, so a stream then gets the
     deltas of all of them at once. A loop that keeps up is woken once a step.
-
-    Args:
-        loop: The event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
