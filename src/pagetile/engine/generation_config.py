@@ -23,9 +23,6 @@ _SAMPLING = {
 def sampling_defaults(model: str | os.PathLike[str] | None) -> dict[str, float]:
     """Sampling parameters that a checkpoint recommends in its generation_config.json.
 
-    Args:
-        model: The checkpoint's directory. ``None``, the shipped model, recommends nothing.
-
     Returns:
         Values by the names of ``SamplingParams``; empty where the checkpoint has no such file.
 

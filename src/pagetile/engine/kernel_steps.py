@@ -37,13 +37,6 @@ _NUM_MEMORIES = 4
 class KernelSteps:
     """Launches the steps of a ``Runner`` by kernels that read and write its rows.
 
-    Args:
-        model: The model.
-        cache: Keys and values.
-        sampler: The rows' parameters, lengths and last tokens.
-        tables: int32 ``[num_rows, width]``: the rows' blocks.
-        max_model_len: The most tokens of a row.
-
     Attributes:
         graphs: CUDA graphs of decode steps; ``None`` before ``make_graphs``.
         prompt_graphs: CUDA graphs of steps that compute prompts, sampling included; likewise.
@@ -92,11 +85,7 @@ class KernelSteps:
         )
 
     def warm_up(self, show: Callable[[Any], Any]) -> None:
-        """Capture graphs of every size, and compile the kernels for grammars.
-
-        Args:
-            show: Wraps the list of captures, for a progress bar.
-        """
+        """Capture graphs of every size, and compile the kernels for grammars."""
         if self.graphs is None or self.prompt_graphs is None:
             return
         decode = [(self.graphs, size, True, False) for size in self.graphs.sizes]
@@ -202,11 +191,7 @@ class KernelSteps:
     # --- prompts ---------------------------------------------------------------------------
 
     def find_size(self, arrays: dict[str, Any]) -> int | None:
-        """Return the size of the graph for a step with prompts; ``None`` if there is none.
-
-        Args:
-            arrays: The step, as ``Runner`` gathers it.
-        """
+        """Return the size of the graph for a step with prompts; ``None`` if there is none."""
         if self.prompt_graphs is None or not self.prompt_buffers.takes(arrays):
             return None
         size = self.prompt_graphs.fit(self.prompt_buffers.least(arrays))
@@ -222,12 +207,7 @@ class KernelSteps:
     ) -> StepResults | None:
         """Launch a step with prompts, and sample from its logits if the graph does not.
 
-        Args:
-            size: The result of ``find_size``.
-            arrays: The step.
-            rows: The rows to sample.
-            masks: As for ``Sampler.sample``.
-            assumed: The ``drafts`` of ``Sampler.sample``.
+        The masks, and the assumed drafts, are those of ``Sampler.sample``.
         """
         assert self.prompt_graphs is not None
         draws = assumed is None and self._graphs_sample(rows, masks)

@@ -121,10 +121,7 @@ def verify(step: SchedulerOutput, token_ids: list[int], counts: CacheCounts) -> 
         token_ids     [… 7]          draft  [1 2 3]         computed [7 1 2 3], sampled [1 2 9 4]
         after verify  [… 7 1 2] 9    num_computed - 1       blocks past the end are given back
 
-    Args:
-        step: The step; its drafts are cut to the accepted tokens.
-        token_ids: The tokens of ``step.sampled``.
-        counts: Counters to update.
+    The step's drafts are cut to the accepted tokens.
 
     Returns:
         The positions in ``step.sampled`` whose tokens are kept.

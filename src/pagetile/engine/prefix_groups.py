@@ -48,12 +48,7 @@ class _Group(NamedTuple):
 
 
 class PrefixGrouper:
-    """Finds the groups of decode steps, again whenever a step's sequences change.
-
-    Args:
-        block_size: Tokens of a block.
-        min_saved_tokens: Fewest keys that sharing must save in a step to be faster.
-    """
+    """Finds the groups of decode steps, again whenever a step's sequences change."""
 
     def __init__(self, block_size: int, min_saved_tokens: int) -> None:
         self._block_size = block_size
@@ -63,12 +58,7 @@ class PrefixGrouper:
         self._groups: PrefixGroups | None = None
 
     def arrange(self, step: SchedulerOutput, *, any_shared: bool) -> None:
-        """Reorder a decode step so that sequences with the same first blocks are adjacent.
-
-        Args:
-            step: The step; other kinds of steps are not changed.
-            any_shared: Whether any block is held more than once.
-        """
+        """Reorder a decode step so that sequences with the same first blocks are adjacent."""
         if not any_shared or not step.is_decode or not step.sequences:
             self._sequences = []  # tables may change before the next decode step
             return
@@ -85,10 +75,6 @@ class PrefixGrouper:
         """Return an order in which groups are adjacent, and the groups in it.
 
         ``None``: sharing would save too little.
-
-        Args:
-            sequences: Those of a decode step.
-            ends: Tokens of each, the new one included.
         """
         if sequences != self._sequences:
             self._sequences = sequences.copy()
@@ -118,9 +104,7 @@ class PrefixGrouper:
 def find_groups(tables: SequenceOf[list[int]], limits: SequenceOf[int]) -> list[_Group]:
     """Divide sequences so that sharing saves the most blocks; those that share none are left out.
 
-    Args:
-        tables: The blocks of each sequence.
-        limits: How many of them may be shared.
+    ``limits`` says how many blocks of each sequence may be shared.
 
     Examples:
         >>> find_groups([[7, 2, 5], [4, 9], [7, 2, 8, 1], [6]], [3, 2, 4, 1])

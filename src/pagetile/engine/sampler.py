@@ -60,11 +60,6 @@ class Sampler:
        distribution of the softmax. E is exponential noise, of the seed, the index, the number of
        output tokens and the token alone.
 
-    Args:
-        num_rows: Number of rows.
-        vocab_size: Width of the logits.
-        device: Device of the logits.
-
     Attributes:
         last_tokens: int64 ``[num_rows]``: the token that each row drew last.
         lengths: int32 ``[num_rows]``: tokens that each row has; less its prompt's length it is

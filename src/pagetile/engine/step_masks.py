@@ -21,12 +21,7 @@ def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, .
 
 
 class StepMasks:
-    """The last tokens of rows with bad words, and the masks that follow from them.
-
-    Args:
-        vocab_size: Size of the vocabulary.
-        device: Device of the masks.
-    """
+    """The last tokens of rows with bad words, and the masks that follow from them."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -49,11 +44,8 @@ class StepMasks:
     ) -> Tensor:
         """Return bits of the tokens that are allowed now, int32 ``[n, ceil(vocab_size / 32)]``.
 
-        Args:
-            host_rows: The rows.
-            with_words: Positions of those that have bad words.
-            masks: As for ``Sampler.sample``.
-            drafts: As for ``Sampler.sample``.
+        ``with_words`` are positions of rows that have bad words; masks and drafts are those
+        of ``Sampler.sample``.
         """
         shape = len(host_rows), -(-self._vocab_size // 32)
         allowed = torch.full(shape, -1, dtype=torch.int32, device=self._device)

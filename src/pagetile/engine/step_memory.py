@@ -25,10 +25,6 @@ from .step import SchedulerOutput, StepResults
 class StepMemory:
     """Host memory of one step in flight, pinned for a GPU.
 
-    Args:
-        inbox: int32 on the device: a step's input.
-        num_rows: The most rows of a step.
-
     Attributes:
         event: The event that ``record`` records; ``None`` on a CPU.
     """

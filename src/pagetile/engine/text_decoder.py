@@ -38,11 +38,6 @@ class TextDecoder:
         """Return the text that tokens add to their prompt's.
 
         Decoded alone, SentencePiece's first word loses the space before it.
-
-        Args:
-            prompt: The prompt's tokens.
-            token_ids: The tokens that follow it.
-            skips: Whether special tokens are left out.
         """
         context = last_characters(prompt, lambda ids: self.decode(ids, skips))
         before, text = self.decode(context, skips), self.decode([*context, *token_ids], skips)

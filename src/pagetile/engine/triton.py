@@ -86,11 +86,6 @@ def begin_kernel(
 class DecodeBuffers:
     """The static memory of decode steps, which graphs read and write.
 
-    Args:
-        tables: int32 ``[num_rows, width]``, every row's blocks.
-        sampler: The rows' other state.
-        block_size: Tokens per block.
-
     Attributes:
         inbox: int32 ``[2 * num_rows + 2 * MAX_GROUPS + 1]``: a step's rows and last blocks, and
             what its groups share, as the host sends them.

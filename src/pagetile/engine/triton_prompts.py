@@ -106,12 +106,6 @@ class PromptBuffers:
     A step is filled up by one more sequence, whose tokens are written nowhere::
 
         21 tokens of 2 sequences, as 32 of up to 4:   starts [0 20 21 21 21 32]
-
-    Args:
-        tables: int32 ``[num_rows, width]``, every row's blocks.
-        sampler: The rows' other state.
-        num_tokens: The most tokens of a step.
-        block_size: Tokens of a block.
     """
 
     def __init__(self, tables: Tensor, sampler: Sampler, num_tokens: int, block_size: int) -> None:
@@ -152,10 +146,7 @@ class PromptBuffers:
     def fill(self, step: dict[str, Numbers], size: int, *, draws: bool) -> None:
         """Send a step's numbers to the device, as ``Runner`` gathers them.
 
-        Args:
-            step: The numbers.
-            size: Of the graph.
-            draws: Whether the graph samples the rows; otherwise ``Sampler.sample`` does.
+        If the graph does not draw, ``Sampler.sample`` does.
         """
         self._outboxes.rotate()
         outbox, parts, blank = self._outboxes[0], self._find_parts(size), self._find_blank(size)

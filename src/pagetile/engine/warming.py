@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 def warm_up(engine: Engine, show: Callable[[Any], Any] = iter) -> None:
-    """Compile kernels and capture CUDA graphs, so that the first request is fast.
-
-    Args:
-        engine: The engine; on a CPU it has nothing to compile.
-        show: Wraps the list of captures, for a progress bar.
-    """
+    """Compile kernels and capture CUDA graphs, so that the first request is fast."""
     kernels = engine._runner.kernels
     if kernels is not None:
         kernels.warm_up(show)

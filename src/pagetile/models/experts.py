@@ -36,12 +36,7 @@ _NEAR = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 @torch.no_grad()
 def find_experts(model: nn.Module, impl: str) -> list[Replacement]:
-    """Return the replacements of a model's experts.
-
-    Args:
-        model: A model; modules that are not recognised are left alone.
-        impl: The implementation of ``moe_experts``.
-    """
+    """Return the replacements of a model's experts."""
     found: list[Replacement] = []
     for module in model.modules():
         forward = _replace(module, impl)

@@ -54,13 +54,7 @@ def find_impl(device: torch.device, dtype: torch.dtype) -> str | None:
 def find_replacements(
     model: nn.Module, attention: Iterable[nn.Module], impl: str
 ) -> list[Replacement]:
-    """Return replacements of a model's norms and of its attention modules' rotary embeddings.
-
-    Args:
-        model: The model, whose norms are searched.
-        attention: Modules whose ``forward`` may apply a rotary embedding.
-        impl: The implementation of ``rms_norm`` and ``rotate``.
-    """
+    """Return replacements of a model's norms and of its attention modules' rotary embeddings."""
     found: list[Replacement] = []
     for module in model.modules():
         forward = _replace_norm(module, impl)

@@ -36,12 +36,7 @@ def find_linears(model: nn.Module) -> list[Replacement]:
 
 @torch.no_grad()
 def forward_of_few(module: nn.Module, impl: str) -> Callable[[Tensor], Tensor] | None:
-    """Return a linear module's forward by ``small_linear`` where that is faster.
-
-    Args:
-        module: Any; ``None`` is returned for other modules.
-        impl: The implementation of ``small_linear``.
-    """
+    """Return a linear module's forward by ``small_linear`` where that is faster."""
     if not is_linear(module):
         return None
     own = type(module).forward

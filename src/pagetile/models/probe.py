@@ -98,11 +98,6 @@ def record_calls(
 ) -> tuple[list[AttentionCall], int]:
     """Run a model once; return every call of its attention function and its logits' width.
 
-    Args:
-        model: The model.
-        token_ids: int64 ``[num_tokens]``.
-        adapters: Replacements that make its modules call the attention function.
-
     Raises:
         UnsupportedError: The model gives no logits.
     """
@@ -120,11 +115,6 @@ def describe_layers(
     model: PreTrainedModel, calls: list[AttentionCall], max_model_len: int | None
 ) -> tuple[tuple[AttentionLayer, ...], tuple[LayerSpec, ...]]:
     """Return the attention modules in the order of their calls, and their cache layers.
-
-    Args:
-        model: The model that made the calls.
-        calls: All calls of one forward.
-        max_model_len: Number of positions at which masks must agree; ``None`` for all.
 
     Raises:
         UnsupportedError: A layer never calls, calls twice, or asks for something that paged

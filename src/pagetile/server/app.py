@@ -22,10 +22,6 @@ from .state import Server
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI application that serves a model.
 
-    Args:
-        llm: The engine; the caller closes it.
-        config: Names, keys and limits.
-
     Examples:
         >>> app = create_app(AsyncLLM.load(num_blocks=64))
         >>> app.title

@@ -33,11 +33,7 @@ _FAILURES = {
 
 
 def read_body(model: type[M]) -> Callable[[Request], Coroutine[Any, Any, M]]:
-    """Return a FastAPI dependency that reads and validates a route's body.
-
-    Args:
-        model: The body's model.
-    """
+    """Return a FastAPI dependency that reads and validates a route's body."""
 
     async def read(request: Request) -> M:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
@@ -95,13 +91,7 @@ def described(
 
 
 def add_openapi(app: FastAPI, bodies: list[type[BaseModel]], *, needs_key: bool) -> None:
-    """Add the bodies that ``read_body`` reads to the application's OpenAPI document.
-
-    Args:
-        app: The application, with all its routes.
-        bodies: The models.
-        needs_key: Whether clients must show an API key.
-    """
+    """Add the bodies that ``read_body`` reads to the application's OpenAPI document."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -20,9 +20,7 @@ CALM_SECONDS, CROWD_SECONDS = 12.0, 6.0
 class DemoTraffic:
     """A stream of random requests.
 
-    Args:
-        llm: The engine that gets them.
-        seed: Determines the requests.
+    The seed determines the requests.
     """
 
     def __init__(self, llm: AsyncLLM, *, seed: int = 0) -> None:

@@ -136,12 +136,7 @@ def from_validation(error: ValidationError, model: type[BaseModel], body: bytes)
 
 
 def _fields(error: ErrorDetails, value: Any) -> list[int | str]:
-    """Return the parts of an error's location that are keys, not names of types in a union.
-
-    Args:
-        error: The error.
-        value: The body.
-    """
+    """Return the parts of an error's location that are keys, not names of types in a union."""
     names: list[int | str] = []
     for part in error["loc"]:
         if part in value if isinstance(value, dict) else isinstance(part, int):

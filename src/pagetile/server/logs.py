@@ -36,14 +36,7 @@ class Log:
         exc: BaseException | None = None,
         **fields: Any,
     ) -> None:
-        """Write a line about an error, with the place where it was raised.
-
-        Args:
-            message: What happened.
-            request: The ASGI scope of the request.
-            exc: The error.
-            **fields: Further fields.
-        """
+        """Write a line about an error, with the place where it was raised."""
         if request is not None:
             fields["request_id"] = request.get("state", {}).get("request_id")
         if exc is not None:

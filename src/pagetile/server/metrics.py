@@ -32,11 +32,7 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 
 
 class Metrics:
-    """The metrics of one server.
-
-    Args:
-        llm: The engine to measure.
-    """
+    """The metrics of one server."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm

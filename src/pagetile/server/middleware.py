@@ -87,13 +87,7 @@ def _shown_key(authorization: bytes) -> bytes:
 
 
 class Gate:
-    """The outermost application: assigns request ids, checks sizes and keys, and logs.
-
-    Args:
-        app: The application for requests that pass.
-        keys: The API keys.
-        limits: Size limits.
-    """
+    """The outermost application: assigns request ids, checks sizes and keys, and logs."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, limits: Limits) -> None:
         self._app, self._keys, self._limits = app, keys, limits

@@ -125,12 +125,7 @@ def _describe(
 
 
 class PageFeed:
-    """Takes snapshots while clients are connected, and sends each to all of them.
-
-    Args:
-        llm: The engine.
-        show_text: Whether snapshots have prompts and outputs.
-    """
+    """Takes snapshots while clients are connected, and sends each to all of them."""
 
     def __init__(self, llm: AsyncLLM, *, show_text: bool = False) -> None:
         self._llm, self._show_text = llm, show_text

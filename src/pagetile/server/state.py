@@ -27,12 +27,7 @@ _LOGGED_CHARS = 2000  # of a request's prompts, with --log-prompts
 
 
 class Server:
-    """One model behind HTTP.
-
-    Args:
-        llm: The engine.
-        config: Names, keys and limits.
-    """
+    """One model behind HTTP."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config, self.limits = llm, config, config.limits

@@ -50,9 +50,6 @@ class DirectWrites:
     A message for ``send`` passes four wrappers and h11, which cost more than making it. Where the
     application does not run under uvicorn's h11, or the response is not chunked, pieces go through
     ``send``.
-
-    Args:
-        app: The application to call.
     """
 
     def __init__(self, app: ASGIApp) -> None:

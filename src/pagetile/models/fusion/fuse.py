@@ -44,15 +44,7 @@ def fuse(
     replacements: Sequence[Replacement],
     impl: str,
 ) -> Fusion:
-    """Recognise decoder layers, embedding, norm and head, and merge the layers' weights.
-
-    Args:
-        model: The model, in evaluation mode.
-        attention: Its attention layers, in the order of their calls.
-        max_model_len: Upper limit of positions.
-        replacements: Replacements within the modules that exist already.
-        impl: The implementation of the fused operations.
-    """
+    """Recognise decoder layers, embedding, norm and head, and merge the layers' weights."""
     names = {module: name for name, module in model.named_modules()}
     parents = {layer: _find_parent(model, names, layer.module) for layer in attention}
     layers: dict[nn.Module, nn.Module] = {

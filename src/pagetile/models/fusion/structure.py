@@ -67,10 +67,6 @@ class Structure:
 def recognise(call: LayerCall, runs: Sequence[LayerRun]) -> Structure:
     """Return the structure of a layer.
 
-    Args:
-        call: How its model calls it.
-        runs: Records of the layer alone, by ``run_layer``.
-
     Raises:
         Mismatch: It has another structure.
     """

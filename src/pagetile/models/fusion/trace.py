@@ -96,13 +96,7 @@ def _hooked(modules: Iterable[nn.Module], events: list[Event]) -> Iterator[None]
 def trace_model(
     model: PreTrainedModel, layers: dict[nn.Module, nn.Module], max_model_len: int | None
 ) -> ModelTrace:
-    """Run a model on a few tokens at positions far apart.
-
-    Args:
-        model: The model.
-        layers: Its decoder layers, and the attention module of each.
-        max_model_len: Upper limit of positions.
-    """
+    """Run a model on a few tokens at positions far apart."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(TRACE, recorder(_random))
@@ -135,13 +129,7 @@ def trace_model(
 
 
 def run_layer(model: PreTrainedModel, call: LayerCall, gain: float | None) -> LayerRun:
-    """Run a layer alone, in float32, on random hidden states and with its weights or larger ones.
-
-    Args:
-        model: The model that the layer belongs to.
-        call: How the model calls it.
-        gain: One of ``GAINS``.
-    """
+    """Run a layer alone, in float32, on random hidden states, its weights as they are or larger."""
     layer = call.module
     weights: dict[int, Tensor] = {}
     named: dict[str, Tensor] = dict(layer.named_parameters())
