@@ -236,11 +236,12 @@ def test_a_prompt_whose_scores_fail_fails_alone(llm: LLM, monkeypatch) -> None:
         raise ValueError("no scores today")
 
     monkeypatch.setattr("pagetile.engine.prompt_logprobs._score", fail)
-    params = [GREEDY, replace(GREEDY, prompt_logprobs=0)]
+    params = [GREEDY, replace(GREEDY, prompt_logprobs=0, n=2)]
     good, bad = llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert good.outputs[0].finish_reason in ("stop", "length")
-    assert bad.outputs[0].finish_reason == "error"
-    assert "no scores today" in bad.outputs[0].error
+    for index in range(2):
+        assert bad.outputs[index].finish_reason == "error"
+        assert "no scores today" in bad.outputs[index].error
     llm.engine.check()
 
 
@@ -252,6 +253,32 @@ def test_a_request_that_is_aborted_before_it_is_scored_is_done(llm: LLM) -> None
     output = llm.engine.take_output(request_id)
     assert [sample.finish_reason for sample in output.outputs] == ["abort"]
     assert output.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}])
+def test_a_request_that_is_aborted_before_it_forks_has_all_its_samples(
+    llm: LLM, options: dict[str, Any]
+) -> None:
+    engine = llm.engine
+    request_id = engine.add_request(PROMPTS[0], SamplingParams(n=3, **options))
+    expected = [(index, "abort") for index in range(3)]
+    deltas = engine.abort(request_id)
+    assert [(delta.index, delta.finish_reason) for delta in deltas] == expected
+    assert engine.abort(request_id) == []
+    outputs = engine.take_output(request_id).outputs
+    assert [(sample.index, sample.finish_reason) for sample in outputs] == expected
+    assert not engine.has_unfinished
+    engine.check()
+
+
+def test_a_prompt_that_is_only_scored_has_all_its_samples(llm: LLM) -> None:
+    engine = llm.engine
+    params = SamplingParams(n=2, prompt_logprobs=0)
+    request_id = engine.add_request(PROMPTS[0], params, generates=False)
+    ends = [(delta.index, delta.finish_reason) for delta in engine.step()]
+    assert ends == [(0, "length"), (1, "length")]
+    assert len(engine.take_output(request_id).outputs) == 2
+    assert not engine.has_unfinished
 
 
 def test_metrics_tell_when_a_request_was_served(llm: LLM) -> None:

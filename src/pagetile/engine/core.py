@@ -51,8 +51,7 @@ class Engine:
         cache: Memory of the keys and values.
         tokenizer: Turns text into tokens and back; without one, prompts are token ids and
             outputs have no text.
-        max_num_seqs: The most sequences that run at the same time; this and the following
-            arguments are those of ``LLM``.
+        max_num_seqs: As the arguments that follow: one of ``LLM``'s.
         num_speculative_tokens: The most tokens of a draft; 0: no speculation.
 
     Attributes:
@@ -61,8 +60,7 @@ class Engine:
         grammars: Compiles constraints on outputs, and keeps them for the requests that use them.
         inputs: Tokenizes prompts and refuses requests that can never be served.
         death: Why no step can be computed: its device is lost, or a fork copied it. Else ``None``.
-        on_step: Called in every step after its blocks were taken and before it is computed, to
-            observe the pool.
+        on_step: Called in every step after its blocks were taken, before it is computed.
         in_use: Held by the call, the stream or the ``AsyncLLM`` that steps the engine.
     """
 
@@ -201,18 +199,17 @@ class Engine:
         return request_id
 
     def make_id(self) -> int:
-        """Return the id of the next request that is added without one."""
-        # A caller may have numbered others.
+        """Return the id of the next request without one; a caller may have numbered others."""
         return next(number for number in self._numbers if number not in self._requests)
 
     def abort(self, request_id: Hashable) -> list[Delta]:
         """End a request, free its blocks, and return its last deltas; none if it has ended."""
         self._start_change()
         request, last = self._requests.get(request_id), list[Delta]()
-        for sequence in request.sequences if request else ():
-            if not sequence.is_finished:
-                if sequence in self._to_score:
-                    self._to_score.remove(sequence)
+        if request is not None and not request.is_finished:
+            self._to_score = deque(s for s in self._to_score if s.request is not request)
+            self.add_samples(request)
+            for sequence in [s for s in request.sequences if not s.is_finished]:
                 self.scheduler.finish(sequence, "abort")
                 text = detokenize_rest(sequence)
                 last.append(Delta(request_id, sequence.index, text, None, "abort"))
@@ -290,10 +287,8 @@ class Engine:
             return False
         if not step.is_decode:  # samples fork in the step that computes their prompt
             for parent in [s for s in step.sampled if not s.is_decoding]:
-                request = parent.request
-                for index in range(len(request.sequences), request.params.n):
-                    request.sequences.append(self._new_sequence(request, index))
-                    self.scheduler.fork(step, parent, request.sequences[index])
+                for sequence in self.add_samples(parent.request):
+                    self.scheduler.fork(step, parent, sequence)
         if self.on_step is not None:
             self.on_step()
         masks = None
@@ -391,6 +386,12 @@ class Engine:
         old.request.sequences[old.index] = new
         if end is not None:
             self.scheduler.finish(new, end)
+
+    def add_samples(self, request: Request) -> list[Sequence]:
+        """Add the samples that a request gets when it forks, or ends before that; return them."""
+        indices = range(len(request.sequences), request.params.n)
+        request.sequences += [self._new_sequence(request, index) for index in indices]
+        return request.sequences[indices.start :]
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         params, num_prompt = request.params, len(request.prompt_token_ids)

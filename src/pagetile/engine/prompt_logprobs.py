@@ -30,7 +30,7 @@ def score_next(engine: Engine, waiting: deque[OneSequence], deltas: list[Delta])
     Args:
         engine: The engine, between two steps.
         waiting: Sequences whose prompts are to be scored.
-        deltas: Gets the last delta of a sequence that ends here.
+        deltas: Gets the last deltas of a request that ends here.
 
     Returns:
         Whether other sequences may start. They may not while blocks for this one are lacking, or
@@ -40,14 +40,16 @@ def score_next(engine: Engine, waiting: deque[OneSequence], deltas: list[Delta])
     if not score_prompt(engine, sequence):
         return not (scheduler.running or scheduler.ended)
     waiting.popleft()
-    if sequence.error is not None:
-        deltas.append(fail(sequence, sequence.error))
-        scheduler.finish(sequence, "error")
-    elif sequence.request.generates:
+    request, error = sequence.request, sequence.error
+    if request.generates and error is None:
         scheduler.add(sequence)
-    else:
-        deltas.append(Delta(sequence.request.request_id, 0, "", None, "length"))
-        scheduler.finish(sequence, "length")
+        return True
+    for sample in (sequence, *engine.add_samples(request)):
+        if error is not None:
+            deltas.append(fail(sample, error))
+        else:
+            deltas.append(Delta(request.request_id, sample.index, "", None, "length"))
+        scheduler.finish(sample, "length" if error is None else "error")
     return True
 
 
