@@ -87,7 +87,7 @@ EDGES = {
     "repetition_penalty": (1e-300, 1e300),
     "n": (1, 1000),
     "top_k": (0, 1, 10**9),
-    "seed": (0, -1, 2**200, -(2**200), None),
+    "seed": (0, -2, 2**200, -(2**200), None),
     "max_tokens": (1, 10**9, None),
     "min_tokens": (0, 16),
     "logprobs": (0, 10**9, None),
@@ -141,8 +141,9 @@ def test_logit_bias_is_stored_as_pairs_in_order():
     assert isinstance(hash(params), int)
 
 
-def test_top_k_minus_one_is_stored_as_zero():
+def test_what_vllm_s_clients_send_for_none_is_stored_as_such():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)
 
 
 def test_numpy_numbers_become_plain_ones():

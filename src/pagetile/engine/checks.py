@@ -80,6 +80,7 @@ def normalize(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, name)
         check(isinstance(value, bool), name, value, "True or False")
     fields["top_k"] = max(fields["top_k"], 0)
+    fields["seed"] = None if fields["seed"] == -1 else fields["seed"]
     for name in ("stop", "bad_words"):
         fields[name] = _strings(name, getattr(params, name))
     fields["stop_token_ids"] = _token_ids("stop_token_ids", params.stop_token_ids) or ()

@@ -18,7 +18,7 @@ class SamplingParams:
     r"""How to choose tokens, when to stop and what to report.
 
     Names and defaults are vLLM's. Bad values raise here and not in the middle of a batch. Numbers
-    are stored as plain ``int`` and ``float``, lists as tuples, ``top_k=-1`` as 0.
+    are stored as ``int`` and ``float``, lists as tuples, ``top_k=-1`` as 0, ``seed=-1`` as None.
 
     Attributes:
         n: How many samples to draw from one prompt. Those of a greedy request are equal.
@@ -32,7 +32,7 @@ class SamplingParams:
             divides their positive logits, multiplies their negative ones.
         seed: Makes the request reproducible, whatever else is in the batch and after preemption,
             up to the rounding of logits, which depends on the batch and is coarse with an 8-bit
-            cache. ``None``: the engine draws one.
+            cache. ``None`` or -1: the engine draws one.
         stop: Text ends before the first of these strings. A string or a list of strings.
         stop_token_ids: The output ends at any of these tokens.
         ignore_eos: Do not end at the model's end-of-sequence token.
