@@ -20,6 +20,9 @@ def test_models_health_and_version(http):
     assert http.get("/v1/models/other").status_code == 404
     assert http.get("/health").status_code == 200
     assert http.get("/ready").status_code == 200
+    for path in ("/health", "/ready"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
     assert http.get("/version").json().keys() == {"version"}
     assert http.get("/docs").status_code == 200
 

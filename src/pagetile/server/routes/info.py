@@ -43,6 +43,7 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
     return _model(server, name)
 
 
+@router.head("/health", include_in_schema=False)  # load balancers ask so
 @router.get("/health", **described(is_open=True))
 async def health(request: Request) -> Response:
     """200 while requests can be served; 503 when the engine has stopped."""
@@ -53,6 +54,7 @@ async def health(request: Request) -> Response:
     return error.response()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", **described())
 async def ready(request: Request) -> Response:
     """200 while new requests are accepted; 503 while the queue is full, or at shutdown."""
