@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -117,6 +118,30 @@ def test_every_response_names_its_request(http):
     assert given.headers["x-request-id"] == "mine-1"
     evil = http.get("/health", headers={"x-request-id": "a b"})
     assert evil.headers["x-request-id"] != "a b"
+
+
+def test_requests_with_the_same_header_run_side_by_side(http):
+    headers = {"x-request-id": "trace-1"}
+    long = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=long, headers=headers) as first:
+        lines = first.iter_lines()  # closes the response when it is collected
+        next(lines)
+        second = http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert second.status_code == 200, second.text
+    assert second.headers["x-request-id"] == "trace-1"
+
+
+def test_a_request_id_is_unique_and_in_the_response(http):
+    asked = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "request_id": "mine"}
+    with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as first:
+        lines = first.iter_lines()
+        assert json.loads(next(lines)[6:])["id"] == "cmpl-mine"
+        second = http.post("/v1/completions", json=asked)
+    assert second.status_code == 400
+    assert "request_id='mine' is running" in second.json()["error"]["message"]
+    messages = [{"role": "user", "content": "x"}]
+    asked = {"messages": messages, "max_tokens": 1, "request_id": "mine-2"}
+    assert http.post("/v1/chat/completions", json=asked).json()["id"] == "chatcmpl-mine-2"
 
 
 def test_the_openapi_document_describes_the_bodies(http):

@@ -61,7 +61,7 @@ class ChatCompletion:
     ) -> None:
         self.server, self.request, self.body, self.stream = server, request, body, stream
         self._created = server.created_now()
-        self._id = server.new_id("chatcmpl")
+        self._id = server.new_id("chatcmpl", body.request_id)
         self._has_begun = False
         last = body.messages[-1].content if body.echo else None
         self._echo = last if isinstance(last, str) else "".join(p.text for p in last or ())

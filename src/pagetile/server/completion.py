@@ -61,7 +61,7 @@ class Completion:
         self.server, self.request, self.body = server, request, body
         self.streams: list[RequestStream] = []
         self._head = {
-            "id": server.new_id("cmpl"),
+            "id": server.new_id("cmpl", body.request_id),
             "object": "text_completion",
             "created": server.created_now(),
             "model": body.model or server.model_name,

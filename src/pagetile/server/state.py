@@ -110,7 +110,8 @@ class Server:
             await self._log_prompt(request, prompt)
         if params.structured_outputs is not None:
             await self._compile(params.structured_outputs, form_field(body))
-        name = body.request_id or request.state.request_id
+        # Not the header's id: a proxy or a client may use one for several requests.
+        name = body.request_id or self.new_id("request")
         handle = await self.llm.submit(
             prompt,
             params,
@@ -164,9 +165,9 @@ class Server:
         """The time, as responses report it."""
         return int(time.time())
 
-    def new_id(self, kind: str) -> str:
-        """Return an id for a response: ``cmpl-…``, ``chatcmpl-…``."""
-        return f"{kind}-{secrets.token_hex(12)}"
+    def new_id(self, kind: str, name: str | None = None) -> str:
+        """Return an id, ``cmpl-…`` or ``chatcmpl-…``, with the name that a client chose, if any."""
+        return f"{kind}-{name or secrets.token_hex(12)}"
 
 
 def server_of(request: Request) -> Server:

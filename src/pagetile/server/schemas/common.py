@@ -80,6 +80,7 @@ class GenerationFields(Body):
     priority: int = 0
     """Only 0: requests are served in order of arrival."""
     request_id: str | None = Field(None, min_length=1, max_length=128)
+    """Part of the response's id; unique among running requests."""
     return_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     """Cached prefixes are shared only with requests of the same salt and the same API key."""
