@@ -37,10 +37,22 @@ _VLLM_OPTIONS = {
     "--generation-config": "Leave it out for 'auto'; for 'vllm' give --no-generation-config",
     "--speculative-config": "Give --speculative ngram --num-speculative-tokens N",
     "--enable-auto-tool-choice": "Leave it out: on where the chat template has tools",
+    "--reasoning-parser": "Leave it out: what a model thinks stays in its text",
     "--trust-remote-code": "Leave it out: no code from a checkpoint is run",
     "--enforce-eager": "Leave it out, or give enforce_eager=True to LLM in Python",
+    "--tokenizer": "Put the tokenizer's files into the checkpoint's folder",
+    "--lora-modules": "Merge the adapters into the weights",
+    "--allowed-origins": "Give --cors-origin",
+    "--root-path": "Leave it out: let the proxy remove its prefix from the path",
+    **dict.fromkeys(
+        ("--ssl-keyfile", "--ssl-certfile"), "Put a proxy in front of the server for HTTPS"
+    ),
+    **dict.fromkeys(
+        ("--disable-log-requests", "--disable-uvicorn-access-log", "--uvicorn-log-level"),
+        "Give --quiet to log nothing",
+    ),
 }
-"""vLLM's options that are missing here, and what to use instead."""
+"""vLLM's options that are missing here, and what to use instead; for others see ``LLM_OPTIONS``."""
 
 _PLAIN = {
     "Value error, ": "",
@@ -94,13 +106,22 @@ def _explain(error: Exception) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "pagetile")
         message = _plain(error.format_message().rstrip("."))
-        if hint := _VLLM_OPTIONS.get(getattr(error, "option_name", "")):
-            message = f"No such option: {error.option_name}, which is vLLM's. {hint}"  # type: ignore[attr-defined]
+        option = getattr(error, "option_name", "")
+        if hint := _VLLM_OPTIONS.get(option) or _explain_option(option):
+            message = f"No such option: {option}, which is vLLM's. {hint}"
         end = " See" if message.endswith("?") else ": see"
         return f"{message}{end} {command} --help", 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {error} (PAGETILE_DEBUG=1 shows where)", 1
+
+
+def _explain_option(name: str) -> str:
+    """Return what to do instead of an option of vLLM's ``LLM``; "" if it is none."""
+    from ..engine.vllm_names import LLM_OPTIONS
+
+    hint = LLM_OPTIONS.get(name.removeprefix("--").replace("-", "_"), "")
+    return hint[:1].upper() + hint[1:]
 
 
 def _plain(message: str) -> str:
