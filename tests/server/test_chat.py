@@ -62,6 +62,15 @@ def test_samples_of_a_stream_are_numbered(http, post):
         assert text == choice["message"]["content"]
 
 
+def test_an_answer_of_another_server_can_be_sent_back(post):
+    """vLLM's answers have fields for reasoning, null for most models."""
+    answer = {"role": "assistant", "content": "Hello.", "tool_calls": [], "function_call": None}
+    for more in ({"reasoning": None, "reasoning_content": None}, {"reasoning": "A greeting."}):
+        messages = [{"role": "user", "content": "Hi"}, {**answer, **more}] * 2
+        status, body = post("/v1/chat/completions", messages=messages[:3], max_tokens=1)
+        assert status == 200, body
+
+
 def test_content_in_parts_is_content_in_one(post):
     parts = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
     texts = [

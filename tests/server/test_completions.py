@@ -268,6 +268,10 @@ REFUSED = {
     "priority": ({"priority": 3}, "priority"),
     "stream_options": ({"stream_options": {"include_usage": True}}, "stream=true"),
     "an unknown option": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    "obfuscation": (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation: expected False, not True",
+    ),
     "no prompt": ({"prompt": []}, "prompt"),
     "an empty prompt": ({"prompt": ""}, "empty"),
     "an empty prompt of several": ({"prompt": ["a", ""]}, "empty"),

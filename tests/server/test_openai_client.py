@@ -34,7 +34,7 @@ def test_chat(client):
     asked = {"model": "pagetile-demo", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
     assert len(whole.choices[0].logprobs.content) == 12
-    options = {"stream_options": {"include_usage": True}}
+    options = {"stream_options": {"include_usage": True, "include_obfuscation": False}}
     chunks = list(client.chat.completions.create(**asked, stream=True, **options))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content

@@ -56,6 +56,9 @@ class AssistantMessage(Body):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    reasoning: str | None = None
+    """Passed to the chat template; ``reasoning_content`` is its older name."""
+    reasoning_content: str | None = None
 
 
 class ToolMessage(Body):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,8 @@ class StreamOptions(Body):
     """A last chunk without choices that counts tokens."""
     continuous_usage_stats: bool = False
     """The count so far in every chunk."""
+    include_obfuscation: Literal[False] | None = None
+    """Only false."""
 
 
 class StructuredOutputs(Body):
