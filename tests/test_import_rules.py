@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -100,10 +101,15 @@ def layer(module):
     return max(fitting)[1]
 
 
+@cache
+def parse(path):
+    return ast.parse(path.read_text())
+
+
 def imports(module, path):
     """Every pagetile module that a file imports, at any depth: (line, name)."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -133,40 +139,48 @@ def is_own(name):
     return name == "pagetile" or name.startswith("pagetile.")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_downward(module):
-    own = layer(module)
-    for line, name in imports(module, MODULES[module]):
-        if is_own(name):
-            assert name in MODULES, f"{module}:{line} imports {name}, which is not a module"
-            assert layer(name) <= own, f"{module}:{line} imports {name}, which lies above it"
+def test_imports_go_downward():
+    wrong = [
+        f"{module}:{line} imports {name}, which "
+        + ("lies above it" if name in MODULES else "is not a module")
+        for module, path in MODULES.items()
+        for line, name in imports(module, path)
+        if is_own(name) and (name not in MODULES or layer(name) > layer(module))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if fits(inside(name), "ops.*")])
-def test_operations_never_import_each_other(module):
-    own = inside(module).split(".")[1]
-    for line, name in imports(module, MODULES[module]):
-        if is_own(name) and fits(inside(name), "ops.*"):
-            other = inside(name).split(".")[1]
-            is_shared = (ROOT / "ops" / f"{other}.py").exists()  # a file; operations are folders
-            assert is_shared or other == own, f"{module}:{line} imports {name}"
+def test_operations_never_import_each_other():
+    wrong = []
+    for module in (name for name in MODULES if fits(inside(name), "ops.*")):
+        own = inside(module).split(".")[1]
+        for line, name in imports(module, MODULES[module]):
+            if is_own(name) and fits(inside(name), "ops.*"):
+                other = inside(name).split(".")[1]
+                is_shared = (ROOT / "ops" / f"{other}.py").exists()  # operations are folders
+                if not is_shared and other != own:
+                    wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_optional_libraries_are_imported_where_they_are_needed(module):
-    for node in module_level(ast.parse(MODULES[module].read_text())):
+def libraries(path):
+    """Every library that a file imports when it is imported itself: (line, name)."""
+    for node in module_level(parse(path)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module]
-        else:
-            continue
-        for name in names:
-            library = name.split(".")[0]
-            allowed = OPTIONAL.get(library)
-            assert allowed is None or any(fits(inside(module), pattern) for pattern in allowed), (
-                f"{module}:{node.lineno} imports {library} at module level"
-            )
+            yield node.lineno, node.module.split(".")[0]
+
+
+def test_optional_libraries_are_imported_where_they_are_needed():
+    wrong = [
+        f"{module}:{line} imports {library} at module level"
+        for module, path in MODULES.items()
+        for line, library in libraries(path)
+        if library in OPTIONAL
+        and not any(fits(inside(module), pattern) for pattern in OPTIONAL[library])
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_rules_see_what_they_forbid(tmp_path):
@@ -193,9 +207,7 @@ def test_the_rules_see_what_they_forbid(tmp_path):
         "numba",
         "pagetile.server.app",
     }
-    nodes = module_level(ast.parse(file.read_text()))
-    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    assert found == ["typer", "transformers.models"]
+    assert [library for _, library in libraries(file)] == ["typer", "transformers"]
 
 
 @pytest.mark.parametrize(
@@ -230,32 +242,33 @@ def python(script):
 EVERY_PUBLIC_NAME = "[getattr(pagetile, name) for name in pagetile.__all__]"
 
 
-def test_importing_everything_public_brings_no_optional_library():
+@cache
+def import_everything_public(attempt):
+    """The seconds that it takes beyond torch, and the libraries that it brings."""
     script = f"""
-import sys, torch
-before = set(sys.modules)
+import sys, time, torch
+before, start = set(sys.modules), time.process_time()
 import pagetile
 {EVERY_PUBLIC_NAME}
+print(time.process_time() - start)
 print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
 """
-    brought = set(python(script).split())
+    seconds, brought = python(script).splitlines()
+    return float(seconds), set(brought.split())
+
+
+def test_importing_everything_public_brings_no_optional_library():
+    _, brought = import_everything_public(0)
     assert "pagetile" in brought
     assert not brought & OPTIONAL.keys()
 
 
+def test_importing_costs_less_than_a_second_beyond_torch():
+    assert any(import_everything_public(attempt)[0] < 1 for attempt in range(2))
+
+
 def test_the_first_import_waits_for_nothing_but_errors():
     assert python("import sys, pagetile; print('torch' in sys.modules)") == "False\n"
-
-
-def test_importing_costs_less_than_a_second_beyond_torch():
-    script = f"""
-import time, torch
-start = time.process_time()
-import pagetile
-{EVERY_PUBLIC_NAME}
-print(time.process_time() - start)
-"""
-    assert any(float(python(script)) < 1 for _ in range(2))
 
 
 BLOCKED = """
