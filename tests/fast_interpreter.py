@@ -12,12 +12,16 @@
     at each operation of two values: find their common type and shape        only if they differ
     at each operation with a Python number: make a tensor of it, convert     once a number, type
     it and broadcast it                                                      and shape
+    at each sum, product and comparison: copy both operands to the shape     NumPy broadcasts
+    of the result
+    at each call of a builtin: copy its keywords, and look for _semantic     set _semantic
 """
 
 import inspect
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 from triton import language
 from triton.runtime import interpreter
 
@@ -35,6 +39,24 @@ _semantics = interpreter.interpreter_semantic.__class__
 _match_types = _semantics.binary_op_type_checking_impl
 _match_shapes = _semantics.broadcast_impl_value
 _constants = {}
+_operations = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "and_": np.bitwise_and,
+    "less_than": np.less,
+    "less_equal": np.less_equal,
+    "greater_than": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+_own_operations = {name: getattr(_semantics, name) for name in _operations}
+_comparisons = {"less_than", "less_equal", "greater_than", "greater_equal", "equal", "not_equal"}
+_numeric = {
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *("fp16", "fp32", "fp64"),
+}
 _builtins = {}
 _patched = set()
 """The modules of the language that the running launch has replaced the functions of."""
@@ -51,6 +73,8 @@ def hasten():
     language.tensor.__init__ = _tensor
     _semantics.binary_op_type_checking_impl = _match_types_that_differ
     _semantics.broadcast_impl_value = _match_shapes_that_differ
+    for name in _operations:
+        setattr(_semantics, name, _by_numpy(name))
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
 
@@ -127,6 +151,44 @@ def _match_shapes_that_differ(self, lhs, rhs):
     return _match_shapes(self, lhs, rhs)
 
 
+def _by_numpy(name):
+    """Return an operation that leaves broadcasting of tensors of one type to NumPy."""
+    own, operation = _own_operations[name], _operations[name]
+    kinds = {*_numeric, "int1"} if name == "and_" else _numeric
+    is_comparison, is_sum = name in _comparisons, name == "add"
+
+    def compute(self, lhs, rhs, *options, **named):
+        if not isinstance(lhs, language.tensor):
+            return own(self, lhs, rhs, *options, **named)
+        kind = lhs.dtype
+        if is_sum and kind.is_ptr() and isinstance(rhs, language.tensor):
+            if not rhs.dtype.is_int_signed():
+                return own(self, lhs, rhs, *options, **named)
+            handle = self.builder.create_addptr(lhs.handle, rhs.handle)
+            return language.tensor(handle, _broadcast_type(kind, lhs, rhs, handle))
+        if kind.name not in kinds:
+            return own(self, lhs, rhs, *options, **named)
+        if type(rhs) in (int, float):
+            lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs)
+        if not isinstance(rhs, language.tensor) or rhs.dtype is not lhs.dtype:
+            return own(self, lhs, rhs, *options, **named)
+        handle = self.builder.binary_op(lhs.handle, rhs.handle, operation)
+        kind = language.int1 if is_comparison else lhs.dtype
+        return language.tensor(handle, _broadcast_type(kind, lhs, rhs, handle))
+
+    return compute
+
+
+def _broadcast_type(kind, lhs, rhs, handle):
+    """Return the type of a result whose elements are of a kind, and whose shape NumPy found."""
+    if not (lhs.type.is_block() or rhs.type.is_block()):
+        return kind
+    sizes = handle.data.shape
+    if lhs.dtype is kind and _sizes(lhs.type) == sizes:
+        return lhs.type
+    return language.block_type(kind, list(sizes))
+
+
 def _run(self, *args, **kwargs):
     _patched.clear()
     try:
@@ -148,9 +210,23 @@ def _patch_known_builtins(owner, *args):
     """``owner`` is a module of the language or its tensor, as they are between launches."""
     if owner not in _builtins:
         members = inspect.getmembers(owner)
-        _builtins[owner] = [each for each in members if language.core.is_builtin(each[1])]
+        builtins = [each for each in members if language.core.is_builtin(each[1])]
+        _builtins[owner] = [(name, _with_semantic(member)) for name, member in builtins]
+    scope = args[-1]
     for name, member in _builtins[owner]:
-        interpreter._patch_attr(owner, name, member, *args)
+        scope.set_attr(owner, name, member)
+
+
+def _with_semantic(member):
+    """Return a builtin with the interpreter's semantics, without the check for them."""
+    is_check = member.__code__ is language.add.__code__
+    function = member.__wrapped__ if is_check else member
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    return call
 
 
 @cache

@@ -48,6 +48,7 @@ def test_results_are_the_same_without_it(monkeypatch):
     for name, own in (
         ("binary_op_type_checking_impl", fast_interpreter._match_types),
         ("broadcast_impl_value", fast_interpreter._match_shapes),
+        *fast_interpreter._own_operations.items(),
     ):
         monkeypatch.setattr(semantics, name, own)
     builder = interpreter.interpreter_builder
@@ -79,6 +80,36 @@ def test_a_number_that_was_met_before_is_the_same_beside_another_type(monkeypatc
         found.append(out.view(torch.int32).tolist())
     assert found[0] == found[1] == found[2]
     assert not out.isnan().any()
+
+
+@triton.jit
+def _combine(out, x, y, scalar):
+    rows, columns = tl.arange(0, 4), tl.arange(0, 8)
+    left, right = tl.load(x + rows)[:, None], tl.load(y + columns)[None, :]
+    one = tl.load(scalar)
+    at = out + rows[:, None] * 8 + columns
+    tl.store(at, (left + right).to(tl.float64))
+    tl.store(at + 32, (left * right - one).to(tl.float64))
+    tl.store(at + 64, (one - right * 3 + left * 0).to(tl.float64))
+    is_less, is_equal = left < right, (left >= 3) & (right != one)
+    tl.store(at + 96, is_less + 2 * is_equal + 4 * (left <= right) + 8 * (right > one))
+    tl.store(at + 128, tl.where(left == right, one, left).to(tl.float64))
+
+
+@pytest.mark.parametrize("other", [torch.int8, torch.uint8, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.int64, torch.float16])
+def test_operations_of_any_types_and_shapes_are_triton_s(kind, other, monkeypatch):
+    """Results are written by the type that they have: an overflow shows."""
+    found = []
+    x, y = torch.tensor([1, 3, 100, 127]).to(kind), torch.arange(1, 9).to(other)
+    for is_fast in (True, False):
+        if not is_fast:
+            for name, own in fast_interpreter._own_operations.items():
+                monkeypatch.setattr(type(interpreter.interpreter_semantic), name, own)
+        out = torch.full((160,), float("nan"), dtype=torch.float64)
+        _combine[(1,)](out, x, y, x[1:])
+        found.append(out)
+    assert torch.equal(*found)
 
 
 def test_the_language_is_replaced_once_a_launch_and_comes_back(monkeypatch):
