@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -104,9 +105,20 @@ def _run(llm: LLM, arrivals: dict[int, list[tuple[tuple[int, ...], SamplingParam
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", [*FAMILIES, *ADAPTED])
-@pytest.mark.parametrize("setting", [PLAIN, CHUNKED, PREFIXES, TINY_POOL], ids=lambda s: s.name)
+SETTINGS = [PLAIN, CHUNKED, PREFIXES, TINY_POOL]
+
+
+def settings_of_families() -> Iterator[Any]:
+    """All pairs; on a CPU each family under two settings in turn, the others with ``-m slow``."""
+    for number, family in enumerate([*FAMILIES, *ADAPTED]):
+        for at, setting in enumerate(SETTINGS):
+            rare = [pytest.mark.slow] * (number % 2 != at % 2)
+            for device, marks in (("cpu", rare), ("cuda", [pytest.mark.gpu])):
+                name = f"{setting.name}-{family}-{device}"
+                yield pytest.param(family, setting, device, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("family", "setting", "device"), [*settings_of_families()])
 def test_greedy_tokens_equal_generate_run_alone(family: str, setting: Setting, device: str) -> None:
     prompts = _prompts(family)
     llm = setting.llm(_model(family, device))

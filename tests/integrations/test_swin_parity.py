@@ -204,7 +204,8 @@ def test_gradient_checkpointing_elsewhere(name, attentions):
 def test_compiled(name):
     """The tracer sees one operator; the framework decides the rest of the graph."""
     case = CASES[name]
-    model, x = case.model().double(), case.input().double()
+    few = {"depths": (2, 1, 1, 1)} if name == "monai-2d" else {}  # each block is traced for seconds
+    model, x = case.model(**few).double(), case.input().double()
     expected = gradients(model, x)
     swin.patch(model)
     torch._dynamo.reset()

@@ -308,7 +308,7 @@ def drive(machine):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=160, stateful_step_count=80, derandomize=True, database=None, deadline=None
+            max_examples=100, stateful_step_count=80, derandomize=True, database=None, deadline=None
         ),
     )
     return machine.events

@@ -76,8 +76,6 @@ CONFIGS = [
     (ForwardConfig(BF16, 256, 12, uniform=True), 16),
     # queries in registers
     (ForwardConfig(BF16, 80, 16, causal=True, pack=8), 24),
-    # few sequences of unequal lengths
-    (ForwardConfig(BF16, 64, 16, causal=True, few_seqs=True, pack=8), 80),
     # caches of 8 bits
     (
         ForwardConfig(BF16, 128, 16, causal=True, packed="e4m3", has_token_scales=True),
@@ -85,12 +83,13 @@ CONFIGS = [
     ),
     (ForwardConfig(BF16, 64, 16, causal=True, packed="int8", has_cap=True, has_alibi=True), 128),
     (ForwardConfig(F16, 192, 1, causal=True, has_window=True, packed="e5m2", is_far=True), 64),
-    # heads of a group that do not fill a warpgroup's rows
+    # few sequences of unequal lengths; heads of a group that do not fill a warpgroup's rows
     (ForwardConfig(BF16, 64, 16, causal=True, few_seqs=True, splits=True, pack=5), 24),
     # the same, of caches of 8 bits that were unpacked before
     (ForwardConfig(BF16, 128, 128, causal=True, few_seqs=True, pack=7, is_unpacked=True), 8),
 ]
 OTHER_CONFIGS = [
+    (ForwardConfig(BF16, 64, 16, causal=True, few_seqs=True, pack=8), 80),
     (ForwardConfig(BF16, 128, 16, causal=True, uniform=True, has_cap=True), 8),
     (ForwardConfig(BF16, 192, 16, causal=True, uniform=True), 40),
     (ForwardConfig(BF16, 64, 16, causal=True, packed="e4m3", splits=True), 104),

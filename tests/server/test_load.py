@@ -427,13 +427,28 @@ def test_kill_leaves_nothing_behind_and_sigterm_lets_requests_finish():
         assert server.process.wait(20) == 0
 
 
-def test_a_second_signal_answers_what_runs_with_a_503():
+@pytest.fixture(scope="module")
+def server():
+    """A process that no test before the last one that takes it ends."""
+    with server_process(*SMALL) as found:
+        yield found
+
+
+def test_an_idle_connection_outlives_the_pools_of_clients(server):
+    """httpx keeps a connection for 5 s: a server that closed it then lost requests under load."""
+    with closing(HTTPConnection(*server.address)) as http:
+        for seconds in (0.0, 5.5):
+            time.sleep(seconds)
+            http.request("GET", "/health")
+            assert http.getresponse().read()
+            assert http.sock is not None, "closed by the server"
+            http.auto_open = False  # no second connection
+
+
+def test_a_second_signal_answers_what_runs_with_a_503(server):
+    """It ends the process."""
     asked = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True}
-    with (
-        server_process(*SMALL) as server,
-        httpx2.Client(base_url=server.url, timeout=60) as http,
-        ThreadPoolExecutor(8) as pool,
-    ):
+    with httpx2.Client(base_url=server.url, timeout=60) as http, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(http.post, "/v1/completions", json=asked) for _ in range(8)]
         wait_for(lambda: "num_requests_running 8.0" in httpx2.get(f"{server.url}/metrics").text)
         server.process.send_signal(signal.SIGINT)
@@ -443,17 +458,6 @@ def test_a_second_signal_answers_what_runs_with_a_503():
         for answer in answers:
             assert answer.result().status_code == 503
             assert answer.result().json()["error"]["code"] == "engine_dead"
-
-
-def test_an_idle_connection_outlives_the_pools_of_clients():
-    """httpx keeps a connection for 5 s: a server that closed it then lost requests under load."""
-    with server_process(*SMALL) as server, closing(HTTPConnection(*server.address)) as http:
-        for seconds in (0.0, 5.5):
-            time.sleep(seconds)
-            http.request("GET", "/health")
-            assert http.getresponse().read()
-            assert http.sock is not None, "closed by the server"
-            http.auto_open = False  # no second connection
 
 
 def test_a_server_process_is_read_to_its_end_and_ends_with_its_block(tmp_path, monkeypatch):
