@@ -36,26 +36,29 @@ from .schedule import (
     find_tile,
     key_tiles,
     listed_tiles,
+    measure_seqs,
     tile_of_iteration,
 )
 from .splits import cut_range, find_in_waves, find_split
 
 
 @gluon.jit
-def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
+def _find_work(batch, schedule, number, seqs, TILE_N: gl.constexpr, config):
     """Find tile ``number``, and whether it exists."""
     TOKENS: gl.constexpr = config.TOKENS
     num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
     known = number if config.DRAWS else gl.minimum(number, num_tiles - 1)
     place = (0, 1, 0, 0)
     if config.SPLITS and config.DRAWS:
-        seq, token, head, place = find_in_waves(batch, schedule, known, TOKENS, TILE_N, config)
+        seq, token, head, place = find_in_waves(
+            batch, schedule, known, seqs, TOKENS, TILE_N, config
+        )
     elif config.SPLITS:
         seq, token, head, place = find_split(
             batch, schedule, known, TOKENS, TILE_N, config.CAUSAL, config.HAS_WINDOW
         )
     else:
-        seq, token, head = find_tile(batch, known, TOKENS, config)
+        seq, token, head = find_tile(batch, known, seqs, TOKENS, config)
     q_start = gl.load(batch.cu_seqlens_q + seq)
     query_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
     k_start = 0
@@ -80,17 +83,17 @@ def _find_work(batch, schedule, number, TILE_N: gl.constexpr, config):
 @gluon.jit
 def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, config):
     """Find tiles of queries, write their metadata, and load them and their keys."""
-    TOKENS: gl.constexpr = config.TOKENS
+    seqs = measure_seqs(batch, config.TOKENS, config)
     tile_use = 0
     use = 0
     if config.DRAWS:
         count = 0
         number = gl.program_id(0)
-        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
+        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, seqs, config)
         queue.push(count, number)
         while number < num_tiles:
             tile_use, use, number = _load_work(
-                q_desc, k, batch, schedule, queue, count, num_tiles, number, metadata, q_ring,
+                q_desc, k, batch, schedule, queue, seqs, count, num_tiles, number, metadata, q_ring,
                 k_ring, tile_use, use, config,
             )  # fmt: skip
             count += 1
@@ -98,7 +101,7 @@ def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, 
         num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
         for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
             tile_use, use, _ = _load_work(
-                q_desc, k, batch, schedule, queue, 0, num_tiles, tile_of_iteration(iteration),
+                q_desc, k, batch, schedule, queue, seqs, 0, num_tiles, tile_of_iteration(iteration),
                 metadata, q_ring, k_ring, tile_use, use, config,
             )  # fmt: skip
     if config.EARLY:
@@ -115,7 +118,7 @@ def load_keys_role(q_desc, k, batch, schedule, queue, metadata, q_ring, k_ring, 
 
 @gluon.jit
 def _load_work(
-    q_desc, k, batch, schedule, queue, count, num_numbers, number, metadata, q_ring, k_ring,
+    q_desc, k, batch, schedule, queue, seqs, count, num_numbers, number, metadata, q_ring, k_ring,
     tile_use, use, config,
 ):  # fmt: skip
     """Load tile ``number``'s queries and keys, if it exists, and draw the next number meanwhile.
@@ -125,9 +128,10 @@ def _load_work(
     TILE_N: gl.constexpr = k_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.TOKENS
     exists, q_start, query_len, token, head, keys, record, place = _find_work(
-        batch, schedule, number, TILE_N, config
+        batch, schedule, number, seqs, TILE_N, config
     )
     next_number = 0
+    drawn = 0
     if exists:
         seq_len = keys[2]
         position = seq_len - query_len + token
@@ -150,10 +154,14 @@ def _load_work(
             num_full, num_keys = full_end - full_begin, seq_len - origin
         if config.SCALES == "head":
             k_scale, v_scale = k[1][0].bits(keys[4])
-        FIRST: gl.constexpr = config.EARLY and not config.GATHER and not config.SPARSE
-        if FIRST:  # load the first keys while the previous queries are still in use
-            use = _load_tiles(k, k_ring, use, end - 1, end, keys, config.HEAD_SIZE, config)
-            end -= 1
+        # The first keys before the queries: while the previous ones are still in use, and where
+        # nothing is computed yet, since keys take another read, of the block table. With splits
+        # ptxas would read registers that it has not written.
+        IN_BOXES: gl.constexpr = not (config.GATHER or config.SPARSE)
+        if IN_BOXES and (config.EARLY or not config.SPLITS):  # noqa: SIM102
+            if config.EARLY or tile_use == 0:
+                use = _load_tiles(k, k_ring, use, end - 1, end, keys, config.HEAD_SIZE, config)
+                end -= 1
         if not config.EARLY:
             q_ring.barriers.wait_empty(0, tile_use)
         if config.SCALES == "head":
@@ -176,26 +184,18 @@ def _load_work(
         _loader_barrier(config)
         _load_queries(q_desc, q_ring, tile_use, q_start + token, head, config)
         tile_use += 1
-        # Here the ring of keys is full, so the latency of the atomic is hidden.
-        next_number = _draw_next(queue, count, num_numbers, config)
+        if config.DRAWS:
+            drawn = queue.draw()
         if config.SPARSE:
             listed = batch.tile_lists.lists + record
             use = _load_listed(k, k_ring, use, listed, keys, config)
         else:
             use = _load_tiles(k, k_ring, use, begin, end, keys, config.HEAD_SIZE, config)
-    else:
-        next_number = _draw_next(queue, count, num_numbers, config)
-    return tile_use, use, next_number
-
-
-@gluon.jit
-def _draw_next(queue, count, num_numbers, config):
-    """Draw a number and pass it to the warp that loads values."""
-    number = 0
+    elif config.DRAWS:
+        drawn = queue.draw()
     if config.DRAWS:
-        number = queue.draw(num_numbers)
-        queue.push(count + 1, number)
-    return number
+        next_number = queue.push_drawn(count + 1, drawn, num_numbers)
+    return tile_use, use, next_number
 
 
 @gluon.jit
@@ -208,30 +208,30 @@ def _loader_barrier(config):
 @gluon.jit
 def load_values_role(v, batch, schedule, queue, v_ring, config):
     """Find the same tiles of queries, and load their values."""
-    TOKENS: gl.constexpr = config.TOKENS
+    seqs = measure_seqs(batch, config.TOKENS, config)
     use = 0
     if config.DRAWS:
         count = 0
         number = queue.pop(count)
-        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, TOKENS, config)
+        num_tiles = schedule.num_splits if config.SPLITS else count_tiles(batch, seqs, config)
         while number < num_tiles:
-            use = _load_values(v, batch, schedule, number, v_ring, use, config)
+            use = _load_values(v, batch, schedule, seqs, number, v_ring, use, config)
             count += 1
             number = queue.pop(count)
     else:
         num_tiles = schedule.num_splits if config.SPLITS else batch.num_tiles
         for iteration in range(gl.cdiv(num_tiles, gl.num_programs(0))):
             number = tile_of_iteration(iteration)
-            use = _load_values(v, batch, schedule, number, v_ring, use, config)
+            use = _load_values(v, batch, schedule, seqs, number, v_ring, use, config)
 
 
 @gluon.jit
-def _load_values(v, batch, schedule, number, v_ring, use, config):
+def _load_values(v, batch, schedule, seqs, number, v_ring, use, config):
     """Load tile ``number``'s values, if it exists; returns the ring's next use."""
     TILE_N: gl.constexpr = v_ring.tiles.shape[1]
     TOKENS: gl.constexpr = config.TOKENS
     exists, _, query_len, token, _, keys, record, place = _find_work(
-        batch, schedule, number, TILE_N, config
+        batch, schedule, number, seqs, TILE_N, config
     )
     if exists:
         if config.SPARSE:

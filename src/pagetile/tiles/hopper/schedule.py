@@ -82,12 +82,18 @@ class TileQueue:
     barriers: PipelineBarriers
 
     @gluon.jit
-    def draw(self, num_tiles):
-        """Draw the next tile number, which may be past the last."""
-        drawn = gl.atomic_add(self.drawn, 1, sem="relaxed", scope="gpu")
+    def draw(self):
+        """Return how many tiles were drawn before this one, a microsecond later."""
+        return gl.atomic_add(self.drawn, 1, sem="relaxed", scope="gpu")
+
+    @gluon.jit
+    def push_drawn(self, use, drawn, num_tiles):
+        """Push and return the tile number of a result of ``draw``, which may be past the last."""
         # Every program draws once for each of its tiles, so this is the last draw: reset.
         gl.store(self.drawn, 0, drawn == num_tiles - 1)
-        return drawn + gl.num_programs(0)
+        number = drawn + gl.num_programs(0)
+        self.push(use, number)
+        return number
 
     @gluon.jit
     def push(self, use, number):
@@ -123,15 +129,18 @@ def add(a, b):
 
 
 @gluon.jit
-def find_tile(batch, number, TOKENS: gl.constexpr, config):
-    """Sequence, first token in it, and head of a tile; the token may be past the end."""
+def find_tile(batch, number, seqs, TOKENS: gl.constexpr, config):
+    """Sequence, first token in it, and head of a tile; the token may be past the end.
+
+    ``seqs`` is the result of ``measure_seqs``.
+    """
     if config.UNIFORM:
         pair, tile = _place_in_sections(
             batch.num_tiles - 1 - number, batch.seq_tiles, batch.num_seqs * batch.num_heads
         )
         seq, head = pair // batch.num_heads, pair % batch.num_heads
     elif config.DRAWS:
-        seq, tile, head = _find_in_longest(batch, number, TOKENS, config)
+        seq, tile, head = _find_in_longest(batch, number, seqs)
     else:
         # Sequence i is given tiles from cu_seqlens_q[i] // TOKENS + i on, which suffices for all.
         tile = batch.seq_tiles - 1 - number // batch.num_heads
@@ -177,27 +186,35 @@ def count_seq_tiles(batch, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(batch, TOKENS: gl.constexpr, config):
+def measure_seqs(batch, TOKENS: gl.constexpr, config):
+    """Each drawn sequence's index, tiles of all heads and keys; () if tiles are found without."""
+    seqs = ()
+    if config.DRAWS and not config.UNIFORM:
+        seq, num_tiles = count_seq_tiles(batch, TOKENS)
+        exists = seq < batch.num_seqs
+        seq_len = gl.load(batch.lengths + seq, exists, other=0)
+        if config.BLOCK_SIZE == 0:
+            seq_len = gl.load(batch.lengths + seq + 1, exists, other=0) - seq_len
+        seqs = (seq, num_tiles * batch.num_heads, seq_len)  # type: ignore[assignment]
+    return seqs
+
+
+@gluon.jit
+def count_tiles(batch, seqs, config):
     """The number of tiles of all sequences and heads."""
-    if config.UNIFORM:
-        num_tiles = batch.num_tiles
-    else:
-        _, of_seqs = count_seq_tiles(batch, TOKENS)
-        num_tiles = gl.sum(of_seqs, 0) * batch.num_heads
+    num_tiles = batch.num_tiles
+    if not config.UNIFORM:
+        num_tiles = gl.sum(seqs[1], 0)
     return num_tiles
 
 
 @gluon.jit
-def _find_in_longest(batch, number, TOKENS: gl.constexpr, config):
+def _find_in_longest(batch, number, seqs):
     """Sequence, tile and head of a tile number, with the longest sequences first."""
-    seq, num_tiles = count_seq_tiles(batch, TOKENS)
-    num_tiles *= batch.num_heads
-    exists = seq < batch.num_seqs
-    seq_len = gl.load(batch.lengths + seq, exists, other=0)
-    if config.BLOCK_SIZE == 0:
-        seq_len = gl.load(batch.lengths + seq + 1, exists, other=0) - seq_len
-    low = -1  # sequences with more keys than this have more than ``number`` tiles
-    high = gl.max(seq_len, 0)
+    seq, num_tiles, seq_len = seqs
+    # Sequences with more keys than ``low`` have more than ``number`` tiles.
+    low = gl.min(gl.where(num_tiles > 0, seq_len, OUT_OF_BOUNDS), 0) - 1
+    high = gl.max(gl.where(num_tiles > 0, seq_len, 0), 0)
     while high - low > 1:
         middle = (low + high) // 2
         has_more = gl.sum(gl.where(seq_len > middle, num_tiles, 0), 0) > number

@@ -11,12 +11,13 @@ from .softmax import add_alibi, apply_mask, bounded_weights, cap, update_softmax
 
 @gluon.jit
 def start_softmax(
-    s, k_scales, use, scoring, exists, metadata, tile_use, config, WG: gl.constexpr
+    s, k_scales, use, scoring, exists, SKIPS: gl.constexpr, metadata, tile_use, config,
+    WG: gl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile's rightmost keys, and what the tile's other keys need.
 
     That is ``(scoring, slope, weights, causal_limit, m, l)``, the first with the tile's scales.
-    ``exists`` is whether there is a tile at all.
+    ``exists`` is whether there is a tile at all; if not, weights are not computed where ``SKIPS``.
     """
     s = scale_keys(s, k_scales, use)
     scoring = _scale_scores(scoring, metadata, tile_use, config)
@@ -29,14 +30,28 @@ def start_softmax(
         causal_limit = gl.arange(0, ROWS, ROW) // config.PACK
     causal_limit += metadata.read(tile_use, CAUSAL_LIMIT) + WG * (ROWS // config.PACK)
     num_keys = metadata.read(tile_use, NUM_KEYS)
+    weights = s
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     l = gl.zeros([ROWS], gl.float32, ROW)
+    rest = (causal_limit, num_keys, scoring, slope, config)
+    if SKIPS:
+        if exists:
+            weights, m, l = _start_weights(s, m, l, rest)
+    else:
+        weights, m, l = _start_weights(s, m, l, rest)
+    return scoring, slope, weights, causal_limit, m, l
+
+
+@gluon.jit
+def _start_weights(s, m, l, rest):
+    """Return the weights of a tile's rightmost keys, and the new ``m`` and ``l``."""
+    causal_limit, num_keys, scoring, slope, config = rest
     if config.BOUNDED:
         weights, l = update_bounded_softmax(s, l, causal_limit, num_keys, scoring, True, config)
     else:
         s = finish_scores(s, causal_limit, num_keys, scoring, slope, True, config)
         weights, _, m, l = update_softmax(s, m, l, scoring.scale)
-    return scoring, slope, weights, causal_limit, m, l
+    return weights, m, l
 
 
 @gluon.jit

@@ -116,7 +116,9 @@ def make_last_wave(
 
 
 @gluon.jit
-def find_in_waves(batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.constexpr, config):
+def find_in_waves(
+    batch, schedule, number, seqs, TOKENS: gl.constexpr, TILE_N: gl.constexpr, config
+):  # fmt: skip
     """Sequence, first token in it, and head of split ``number``, and its place in the tile.
 
     The place is ``(split, count, slot, split_tiles)``: the split's index among the ``count`` of its
@@ -127,7 +129,7 @@ def find_in_waves(batch, schedule, number, TOKENS: gl.constexpr, TILE_N: gl.cons
     tile = gl.where(is_cut, schedule.num_whole + rest % schedule.num_cut, number)
     split = gl.where(is_cut, rest // schedule.num_cut, 0)
     slot = gl.where(is_cut, rest % schedule.num_cut * schedule.num_parts, 0)
-    seq, token, head = find_tile(batch, tile, TOKENS, config)
+    seq, token, head = find_tile(batch, tile, seqs, TOKENS, config)
     query_len = gl.load(batch.cu_seqlens_q + seq + 1) - gl.load(batch.cu_seqlens_q + seq)
     seq_len = gl.load(batch.lengths + seq)
     begin, _, _, end = key_tiles(
