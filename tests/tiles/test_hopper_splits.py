@@ -160,8 +160,9 @@ HOST = on_host(schedule, splits, finish, merge)
 def draw_tiles(batch, tokens=128, *, is_uniform=False):
     """(sequence, token, head) of each tile, in the order in which programs draw them."""
     config = SimpleNamespace(UNIFORM=is_uniform, DRAWS=True, BLOCK_SIZE=16)
-    count = HOST.count_tiles(batch, tokens, config)
-    found = (HOST.find_tile(batch, number, tokens, config) for number in range(count))
+    seqs = HOST.measure_seqs(batch, tokens, config)
+    count = HOST.count_tiles(batch, seqs, config)
+    found = (HOST.find_tile(batch, number, seqs, tokens, config) for number in range(count))
     return [tuple(map(int, tile)) for tile in found]
 
 
@@ -333,9 +334,10 @@ def cut_last_wave(batch, causal=True):
         UNIFORM=False, DRAWS=True, BLOCK_SIZE=16, CAUSAL=causal, HAS_WINDOW=False
     )
     made = HOST.make_last_wave(batch, None, None, None, 128, TILE_N, 128, config)
+    seqs = HOST.measure_seqs(batch, 128, config)
     found = {}
     for number in range(made.num_splits):
-        *tile, place = HOST.find_in_waves(batch, made, number, 128, TILE_N, config)
+        *tile, place = HOST.find_in_waves(batch, made, number, seqs, 128, TILE_N, config)
         found.setdefault(tuple(map(int, tile)), []).append(tuple(map(int, place)))
     return made, found
 

@@ -202,8 +202,9 @@ def measure_seqs(batch, TOKENS: gl.constexpr, config):
 @gluon.jit
 def count_tiles(batch, seqs, config):
     """The number of tiles of all sequences and heads."""
-    num_tiles = batch.num_tiles
-    if not config.UNIFORM:
+    if config.UNIFORM:
+        num_tiles = batch.num_tiles
+    else:
         num_tiles = gl.sum(seqs[1], 0)
     return num_tiles
 
