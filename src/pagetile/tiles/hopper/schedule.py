@@ -202,11 +202,7 @@ def measure_seqs(batch, TOKENS: gl.constexpr, config):
 @gluon.jit
 def count_tiles(batch, seqs, config):
     """The number of tiles of all sequences and heads."""
-    if config.UNIFORM:
-        num_tiles = batch.num_tiles
-    else:
-        num_tiles = gl.sum(seqs[1], 0)
-    return num_tiles
+    return batch.num_tiles if config.UNIFORM else gl.sum(seqs[1], 0)
 
 
 @gluon.jit
