@@ -83,7 +83,7 @@ class TileQueue:
 
     @gluon.jit
     def draw(self):
-        """Return how many tiles were drawn before this one, a microsecond later."""
+        """Draw a tile: return how many were drawn before, which takes about a microsecond."""
         return gl.atomic_add(self.drawn, 1, sem="relaxed", scope="gpu")
 
     @gluon.jit
